@@ -1,0 +1,48 @@
+"""`kvboost config`: the settings in force and where each comes from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvboost.cli.console import make_table, out, print_json
+from kvboost.config import Settings, resolve
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the settings.")
+
+
+@app.callback()
+def _group() -> None:
+    """Show the settings."""
+
+
+@app.command("show")
+def show(
+    origin: Annotated[bool, typer.Option("--origin", help="Show which source each value comes from.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List every setting: its value in force and what it does.
+
+    Sources, highest first: request, environment (KVBOOST_NAME), flag, default. The environment is read at every
+    request, so a running program follows it.
+    """
+    rows = _rows()
+    if as_json:
+        print_json(rows)
+        return
+    table = make_table("setting", "value", *(["origin"] if origin else []), "meaning")
+    for name, row in rows.items():
+        changed = row["origin"] != "default"
+        cells = [name, str(row["value"]), *([str(row["origin"])] if origin else []), row["description"]]
+        table.add_row(*cells, style="bold" if changed else None)
+    out.print(table)
+
+
+def _rows() -> dict[str, dict[str, Any]]:
+    resolved = resolve()
+    values = resolved.settings.model_dump(mode="json")  # a secret is masked
+    return {
+        name: {"value": values[name], "origin": resolved.origins[name], "description": field.description or ""}
+        for name, field in Settings.model_fields.items()
+    }

@@ -1,0 +1,48 @@
+"""`kvboost warm`: computes the chunks of files, and says what was kept and for how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvboost.cli.console import bytes_text, make_table, note, out, seconds_text, step
+from kvboost.cli.generate import NewTokensOption, greedy, print_answer
+from kvboost.cli.models import DTypeOption, ModelOption, converse, open_engine, read_texts
+
+HONEST = "The chunks were in this process's memory and end with it: no store that outlives a process exists yet."
+
+
+def run(
+    files: Annotated[list[Path], typer.Argument(help="Text files.")],
+    model: ModelOption = None,
+    dtype: DTypeOption = "auto",
+    context: Annotated[
+        str | None, typer.Option(help="Text that stands before each file. Default: the template's system prompt.")
+    ] = None,
+    then: Annotated[str | None, typer.Option(help="Then answer this question about all files.")] = None,
+    max_new_tokens: NewTokensOption = 128,
+) -> None:
+    """Compute the KV of text files and report what is kept.
+
+    The store is this process's memory, so nothing is left for a later command; --then shows what warming is worth.
+    """
+    texts = read_texts(files)
+    kv = open_engine(model, dtype)
+    table = make_table("file", "tokens", "reused", "kept", "chunks", "size", "time", numbers=range(1, 7))
+    for path, text in zip(files, texts):
+        before = kv.store.stats()
+        with step(f"warming {path.name}"):
+            report = kv.warm(text, context)
+        after = kv.store.stats()
+        counts = (report.prompt_tokens, report.reused_tokens, report.written_tokens, after.entries - before.entries)
+        size = bytes_text(after.bytes_used - before.bytes_used)
+        table.add_row(path.name, *(f"{c:,}" for c in counts), size, seconds_text(report.ttft_s))
+    out.print(table)
+    note(HONEST)
+    if then is not None:
+        with step("answering"):
+            prompt = converse(kv, "\n\n".join([*texts, then]), context)
+            answer = kv.generate(prompt, **greedy(kv, max_new_tokens))
+        print_answer(answer, report=True, as_json=False)

@@ -1,0 +1,128 @@
+"""Settings: what they are, and which source of them wins.
+
+The only module that reads the environment. Order, highest first: request > environment > flag > default
+(an admin API and a watched file will stand between request and environment). The environment is read at every call,
+so a change takes effect on the next request. The kill switch is the OR of all sources.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from kvboost.errors import SettingsError
+
+ENV_PREFIX = "KVBOOST_"
+SINK_TOKENS = 32  # rows at these first positions carry the model's attention sink: never moved from, never moved to
+FIXED = frozenset({"cache_bytes"})  # settings that an engine reads once
+
+
+class Settings(BaseModel):
+    """All settings, validated. Environment names are `KVBOOST_` and the field in capitals."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    disable: bool = Field(False, description="Kill switch: every request goes straight to Hugging Face.")
+    mode: Literal["off", "observe", "exact", "on"] = Field(
+        "on",
+        description="off: plain HF. observe: plan and report, serve nothing. exact: EXACT hits only. on: all kinds.",
+    )
+    fidelity: Literal["exact", "balanced", "fast"] = Field(
+        "balanced", description="exact never uses moved or inexact rows."
+    )
+    recompute_strategy: Literal["none", "epic"] = Field("epic", description="Which rows of moved text are recomputed.")
+    recompute_head_tokens: int = Field(8, ge=0, description="epic: rows recomputed at the head of each moved run.")
+    chunker: Literal["content", "fixed", "semantic"] = Field("content", description="How new text is cut into chunks.")
+    chunk_min_tokens: int = Field(32, ge=1, description="Smallest chunk that a rolling-hash cut may leave.")
+    chunk_avg_tokens: int = Field(
+        128, ge=1, description="Mean distance of rolling-hash cuts; the size of fixed chunks."
+    )
+    chunk_max_tokens: int = Field(256, ge=1, description="Largest chunk.")
+    chunk_boundaries: tuple[int, ...] = Field((), description="Token offsets where this request's text is cut first.")
+    cache_bytes: int = Field(
+        2 << 30, ge=0, description="Memory budget, all metadata counted; read when the engine is made."
+    )
+    max_variants: int = Field(4, ge=1, description="Copies of one text, computed in different contexts, that are kept.")
+    anchors: bool = Field(True, description="Find moved text by sampled token windows too, not by whole chunks only.")
+    min_run_tokens: int = Field(16, ge=1, description="Moved runs shorter than this are computed: loading costs more.")
+    min_moved_share: float = Field(
+        0.05, ge=0, le=1, description="Moved reuse below this share of a prompt is not taken."
+    )
+    live_suffix_tokens: int = Field(16, ge=1, description="Tokens at the end of a prompt that are never moved.")
+    query_block_tokens: int = Field(128, ge=1, description="Query rows per attention block of the selective forward.")
+    prefill_block_tokens: int = Field(8192, ge=1, description="Longer prompts are prefilled in blocks of this size.")
+    cache_salt: str = Field("", description="Namespace: requests with different salts never share anything.")
+    hash_secret: SecretStr = Field(SecretStr(""), description="Keys the hashes; equal secrets can share a remote tier.")
+
+    @model_validator(mode="after")
+    def _ordered_chunk_sizes(self) -> Settings:
+        if not self.chunk_min_tokens <= self.chunk_avg_tokens <= self.chunk_max_tokens:
+            raise ValueError(
+                "chunk sizes must satisfy chunk_min_tokens <= chunk_avg_tokens <= chunk_max_tokens, got "
+                f"{self.chunk_min_tokens} / {self.chunk_avg_tokens} / {self.chunk_max_tokens}"
+            )
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """False when the request must go straight to Hugging Face."""
+        return not self.disable and self.mode != "off"
+
+    @property
+    def exact_only(self) -> bool:
+        """True when moved and inexact rows must not be served."""
+        return self.fidelity == "exact" or self.mode == "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Effective settings and, per field, the source that won: `request`, `environment`, `flag` or `default`."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def resolve(
+    flags: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge the sources by precedence and validate.
+
+    Raises `SettingsError` that names the field, the value and its source.
+    """
+    env = os.environ if environ is None else environ
+    from_env = {name: env[key] for name in Settings.model_fields if (key := ENV_PREFIX + name.upper()) in env}
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(Settings.model_fields, "default")
+    sources = (("flag", dict(flags or {})), ("environment", from_env), ("request", dict(request or {})))
+    fixed = sorted(FIXED & dict(request or {}).keys())
+    if fixed:
+        raise SettingsError(f"setting {fixed[0]} is read when the engine is made and cannot be changed by a request")
+    for origin, source in sources:
+        values |= source
+        origins |= dict.fromkeys(source, origin)
+    for origin, source in sources:  # first, so that nothing else that is wrong can keep the switch from acting
+        if _validate({"disable": source.get("disable", False)}, {"disable": origin}).disable:
+            return Resolved(Settings(disable=True), {**origins, "disable": origin})
+    return Resolved(_validate(values, origins), origins)
+
+
+def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if not name:
+            raise SettingsError(first["msg"]) from None
+        origin = origins.get(name, "flag")
+        shown = f"{ENV_PREFIX}{name.upper()}" if origin == "environment" else name
+        known = "" if name in Settings.model_fields else f" Known settings: {', '.join(Settings.model_fields)}."
+        raise SettingsError(
+            f"setting {shown} (from {origin}) has the invalid value {first['input']!r}: {first['msg']}.{known}"
+        ) from None

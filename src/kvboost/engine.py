@@ -1,0 +1,490 @@
+"""KVBoost: one request from prompt to answer. The only place where plan, store and model meet.
+
+    prompt -> tokens -> chunks, keys -> look up, plan -> load, shift -> select -> prefill -> decode -> store
+
+`KVBoost._serve` is that story, top to bottom.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvboost import prompts
+from kvboost.capture import make_records
+from kvboost.chunking import Chunker, Separators, make_chunker
+from kvboost.config import SINK_TOKENS, Settings, resolve
+from kvboost.errors import InputError
+from kvboost.hf import compat, generation
+from kvboost.hf.compat import DynamicCache, PreTrainedModel
+from kvboost.hf.fingerprint import Fingerprint
+from kvboost.hf.load import LoadTimes, load_rows
+from kvboost.hf.loading import check_tokenizer, load_model
+from kvboost.hf.prefill import continuation_logits, model_lock, selective_prefill, stock_prefill
+from kvboost.hf.support import ModelSupport, inspect_model
+from kvboost.keys import KeySpace
+from kvboost.planning import Limits, Prompt, make_plan, without_records
+from kvboost.repair import STRATEGIES
+from kvboost.store import MemoryTier, Tier
+from kvboost.types import ChunkHeader, ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport, Segment, Span
+
+logger = logging.getLogger("kvboost")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer: its text, the new token ids, what was reused, the plan, and what `model.generate` returned."""
+
+    text: str
+    token_ids: list[int]
+    report: ReuseReport
+    plan: ReusePlan
+    output: Any
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was made."""
+
+    requests: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by kind, and `repaired`
+    chunk_hits: Counter[str] = field(default_factory=Counter)  # served segments by kind
+    fallbacks: Counter[str] = field(default_factory=Counter)  # requests by reason
+
+
+@dataclass(slots=True)
+class _Prefilled:
+    """A prompt of which all but the rows of a last forward are in `cache`."""
+
+    plan: ReusePlan
+    keys: KeySpace
+    cache: DynamicCache
+    sources: Mapping[bytes, ChunkHeader]  # headers of the records served
+    report: ReuseReport
+
+
+class KVBoost:
+    """A model whose prompts reuse cached keys and values wherever known text stands. Thread-safe."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        settings: Settings | Mapping[str, Any] | None = None,
+        *,
+        store: Tier | None = None,
+        **flags: Any,
+    ) -> None:
+        """Inspects and self-checks `model`, which is not changed.
+
+        `settings` and `flags` are the lowest source of settings above the defaults (see `kvboost.config`). Raises
+        `SettingsError` for an invalid setting, `ModelError` if the tokenizer does not belong to the model.
+        """
+        given = settings.model_dump(exclude_unset=True) if isinstance(settings, Settings) else dict(settings or {})
+        self._flags = {**given, **flags}
+        effective = self.settings()
+        if tokenizer is not None:
+            check_tokenizer(model, tokenizer)
+        self.model = model
+        self.tokenizer = tokenizer
+        with model_lock(model):
+            self.support: ModelSupport = inspect_model(model)
+        self.store: Tier = store or MemoryTier(effective.cache_bytes, max_variants=effective.max_variants)
+        self.stats = EngineStats()
+        self._stats_lock = threading.Lock()
+        self._fingerprint = Fingerprint(model, tokenizer)
+        self._separators = Separators.from_tokenizer(tokenizer)
+        self._chunkers: dict[tuple[object, ...], Chunker] = {}
+        for warning in [*self.support.warnings, *self._limitations()]:
+            logger.warning("%s: %s", type(model).__name__, warning)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, *, dtype: str | torch.dtype = "auto", device: str | None = None, **flags: Any
+    ) -> KVBoost:
+        """Loads model and tokenizer of a directory or hub name. Raises `ModelError` if that fails."""
+        model, tokenizer = load_model(name, dtype=dtype, device=device)
+        return cls(model, tokenizer, **flags)
+
+    @classmethod
+    def demo(cls, **flags: Any) -> KVBoost:
+        """The embedded model, SmolLM2-135M-Instruct; fetched and converted on first use."""
+        from kvboost.hf.embedded import SMOLLM2, ensure
+
+        return cls.from_pretrained(ensure(SMOLLM2), **flags)
+
+    def settings(self, **request: Any) -> Settings:
+        """The settings in force right now."""
+        return resolve(self._flags, request).settings
+
+    def generate(
+        self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> Generation:
+        """Answers `prompt`: text, token ids, or chat messages.
+
+        Names of settings in `kwargs` hold for this request (`fidelity="exact"`, `cache_salt="tenant"`); all others go
+        to `model.generate`. Raises `InputError` for a prompt that no model could answer, `SettingsError` for a setting.
+        """
+        started = time.perf_counter()
+        overrides = {k: kwargs.pop(k) for k in list(kwargs) if k in Settings.model_fields}
+        input_ids = prompts.encode(prompt, self.tokenizer, self.model)
+        if self.tokenizer is not None and kwargs.get("stop_strings") is not None:
+            kwargs.setdefault("tokenizer", self.tokenizer)
+        output, report, plan = self._serve(input_ids, kwargs, overrides, started)
+        new = _sequences(output)[0, input_ids.shape[1] :].tolist()
+        text = self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer is not None else ""
+        return Generation(text, new, report, plan, output)
+
+    def generate_like_transformers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`model.generate(*args, **kwargs)` through the cache; what the cache cannot serve goes there unchanged."""
+        started = time.perf_counter()
+        input_ids = generation.find_input_ids(args, kwargs)
+        rest = {k: v for k, v in kwargs.items() if k not in ("inputs", "input_ids")}
+        reason = "positional arguments after the prompt" if len(args) > 1 else None
+        reason = reason or self._refusal(self.settings(), input_ids, rest)
+        if reason is not None:
+            self._note_fallback(reason)
+            return self._transformers_generate(*args, **kwargs)
+        return self._serve(input_ids, rest, {}, started)[0]
+
+    def plan(
+        self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any
+    ) -> ReusePlan:
+        """What a request would reuse right now. Computes and changes nothing."""
+        settings = self.settings(**request)
+        input_ids = prompts.encode(prompt, self.tokenizer, self.model)
+        tokens = _tokens(input_ids)
+        plan = make_plan(
+            self._named(tokens, settings, self._keys(len(tokens), settings)),
+            self.store.find,
+            self._limits(settings, len(tokens)),
+        )
+        return replace(plan, repaired=STRATEGIES[settings.recompute_strategy](plan, settings))
+
+    def warm(self, text: str, context: str | None = None, **request: Any) -> ReuseReport:
+        """Computes `text` behind `context`, or behind the chat template's default system prompt, and keeps its chunks.
+
+        Raises `InputError` if the text is empty or does not fit the model.
+        """
+        started = time.perf_counter()
+        settings = self.settings(**request)
+        input_ids = prompts.encode_document(text, context, self.tokenizer, self.model, SINK_TOKENS)
+        reason = self._refusal(settings, input_ids, {})
+        if reason is not None:
+            self._note_fallback(reason)
+            return ReuseReport(input_ids.shape[1], fresh_tokens=input_ids.shape[1], fallback=reason)
+        prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
+        stock_prefill(
+            self.model, input_ids, prefilled.cache, input_ids.shape[1], block_tokens=settings.prefill_block_tokens
+        )
+        return self._finish(prefilled, input_ids, settings, started, time.perf_counter())
+
+    def score(
+        self, prompt: torch.Tensor, continuation: torch.Tensor, **request: Any
+    ) -> tuple[torch.Tensor, ReuseReport]:
+        """Teacher-forced next-token logits of `continuation` [1, m] behind `prompt` [1, T]: float32 [m, V], and what
+        was reused. Stores nothing, so it can be repeated; this is how fidelity is measured.
+
+        Raises `InputError` if the cache does not serve the prompt.
+        """
+        settings = self.settings(**request)
+        reason = self._refusal(settings, prompt, {})
+        if reason is not None and settings.enabled:
+            raise InputError(f"the cache does not serve this prompt: {reason}")
+        if reason is None:
+            prefilled = self._prefill(prompt, settings)
+            cache, report = prefilled.cache, prefilled.report
+        else:
+            cache, report = DynamicCache(), ReuseReport(prompt.shape[1], fresh_tokens=prompt.shape[1], fallback=reason)
+        known = cache.get_seq_length()
+        stock_prefill(self.model, prompt, cache, prompt.shape[1] - 1, block_tokens=settings.prefill_block_tokens)
+        following = torch.cat([prompt[:, max(known, prompt.shape[1] - 1) :], continuation[:, :-1]], 1)
+        return continuation_logits(self.model, following, cache), report
+
+    def invalidate(self) -> int:
+        """Forgets every stored chunk and samples the weights anew; returns how many chunks were dropped.
+
+        Needed after weights were changed in a way that torch does not count (through `.data`, or by another library).
+        """
+        self._fingerprint.refresh()
+        return self.store.delete()
+
+    # --- one request ------------------------------------------------------------------------------------------------
+
+    def _serve(
+        self, input_ids: torch.Tensor, kwargs: Mapping[str, Any], overrides: Mapping[str, Any], started: float
+    ) -> tuple[Any, ReuseReport, ReusePlan]:
+        """Prefill over the cache, decode with `model.generate`, store what is new."""
+        settings = self.settings(**overrides)
+        clock = generation.FirstTokenClock()
+        reason = self._refusal(settings, input_ids, kwargs)
+        prefilled = None if reason is not None else self._try_prefill(input_ids, settings)
+        if prefilled is None:
+            reason = reason or "the cache failed; see the log"
+            return self._serve_plain(input_ids, kwargs, reason, clock, started)
+        output = self._transformers_generate(
+            inputs=input_ids,
+            **{compat.CACHE_ARGUMENT: prefilled.cache},
+            **generation.with_clock(_with_mask(input_ids, kwargs), clock),
+        )
+        first_token_at = clock.first_token_at or time.perf_counter()
+        report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
+        return output, report, prefilled.plan
+
+    def _serve_plain(
+        self,
+        input_ids: Any,
+        kwargs: Mapping[str, Any],
+        reason: str,
+        clock: generation.FirstTokenClock,
+        started: float,
+    ) -> tuple[Any, ReuseReport, ReusePlan]:
+        """The request as transformers would run it without us."""
+        self._note_fallback(reason)
+        output = self._transformers_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
+        size = int(input_ids.shape[-1])
+        report = ReuseReport(size, fresh_tokens=size, fallback=reason)
+        ttft_s = (clock.first_token_at or time.perf_counter()) - started
+        return output, replace(report, ttft_s=ttft_s), ReusePlan(size, (Segment(Span(0, size), Kind.FRESH),))
+
+    def _refusal(self, settings: Settings, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
+        """Why the cache does not serve this request, or None."""
+        if not settings.enabled:
+            return "switched off"
+        return (
+            self.support.refused
+            or generation.unserved_reason(self.model, input_ids, kwargs)
+            or self.support.refuses_length(input_ids.shape[1])
+        )
+
+    def _try_prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled | None:
+        """`_prefill`, except that a failure of the cache is logged and never reaches the request."""
+        try:
+            return self._prefill(input_ids, settings)
+        except Exception:
+            logger.exception("the cache failed for a prompt of %d tokens; computing it in full", input_ids.shape[1])
+            return None
+
+    def _prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled:
+        """Look up, plan, load, shift, select, and run the selective forward where rows were moved."""
+        began = time.perf_counter()
+        tokens = _tokens(input_ids)
+        keys = self._keys(len(tokens), settings)
+        prompt = self._named(tokens, settings, keys)
+        wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens)))
+        with ExitStack() as leases:
+            records = self._lease(wanted, leases)
+            plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
+            looked_up = time.perf_counter()
+            plan = replace(plan, repaired=STRATEGIES[settings.recompute_strategy](plan, settings))
+            selected = time.perf_counter()
+            served = _nothing(plan) if settings.mode == "observe" else plan
+            cache, times, prefill_s = self._forward(served, records, input_ids, settings)
+            sources = {i: r.header for i, r in records.items()}
+            loaded = sum(record.num_bytes for record in records.values())
+        report = replace(
+            _count(plan),
+            bytes_by_tier={self.store.name: loaded},
+            lookup_s=looked_up - began,
+            load_s=times.load_s,
+            shift_s=times.shift_s,
+            select_s=selected - looked_up,
+            prefill_s=prefill_s,
+            fallback="observing only" if settings.mode == "observe" else None,
+        )
+        return _Prefilled(served, keys, cache, sources, report)
+
+    def _lease(self, plan: ReusePlan, leases: ExitStack) -> dict[bytes, ChunkKV]:
+        """The plan's records and the sources of linked ones, kept until `leases` closes."""
+        ids = [s.record_id for s in plan if s.record_id is not None]
+        records = dict(leases.enter_context(self.store.get_many(ids)).records)
+        sources = [r.header.source.record_id for r in records.values() if r.header.source is not None]
+        return {**records, **leases.enter_context(self.store.get_many(sources)).records}
+
+    def _forward(
+        self, plan: ReusePlan, records: Mapping[bytes, ChunkKV], input_ids: torch.Tensor, settings: Settings
+    ) -> tuple[DynamicCache, LoadTimes, float]:
+        """A cache that `model.generate` can continue: of the reused prefix, or of all tokens but the last."""
+        layout = self.support.require_layout()
+        regime = self.support.regime(plan.num_tokens)
+        num_rows = plan.prefix_tokens if plan.is_prefix_only else plan.num_tokens - 1
+        payload, times = load_rows(plan, records, layout, regime, num_rows)
+        began = time.perf_counter()
+        if plan.is_prefix_only:
+            cache = compat.make_dynamic_cache(*layout.per_layer(payload)) if num_rows else DynamicCache()
+            self._stock_blocks(cache, num_rows, input_ids, settings, regime)
+            return cache, times, time.perf_counter() - began
+        rows = torch.from_numpy(plan.computed_rows(num_rows)).long().to(input_ids.device)
+        with model_lock(self.model):
+            cache = selective_prefill(
+                self.model, self.support, input_ids, rows, payload, query_block_tokens=settings.query_block_tokens
+            )
+        return cache, times, time.perf_counter() - began
+
+    def _stock_blocks(
+        self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings, regime: int
+    ) -> None:
+        """Prefills whole blocks of a long prompt; the rest, at most one block, is left to `model.generate`."""
+        block = settings.prefill_block_tokens
+        whole = (input_ids.shape[1] - start - 1) // block * block
+        if whole and not regime:  # in the long regime of longrope one forward must see the last position
+            stock_prefill(self.model, input_ids, cache, start + whole, block_tokens=block)
+
+    def _finish(
+        self,
+        prefilled: _Prefilled,
+        sequence_ids: torch.Tensor,
+        settings: Settings,
+        started: float,
+        first_token_at: float,
+    ) -> ReuseReport:
+        """Stores the new rows, counts, and completes the report. A failing store costs only what it would have kept."""
+        began = time.perf_counter()
+        try:
+            written = self._capture(prefilled, sequence_ids, settings)
+        except Exception:
+            logger.exception("storing the rows of a request failed; they will be computed again")
+            written = 0
+        report = replace(
+            prefilled.report,
+            written_tokens=written,
+            capture_s=time.perf_counter() - began,
+            ttft_s=first_token_at - started,
+        )
+        self._note(report, prefilled.plan)
+        return report
+
+    def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings) -> int:
+        num_rows = min(prefilled.cache.get_seq_length(), sequence_ids.shape[1])
+        boundary = self.support.regime_boundary
+        if boundary is not None and prefilled.plan.num_tokens <= boundary:
+            num_rows = min(num_rows, boundary)  # later rows were generated with other rotary frequencies
+        if self.support.exact_limit_tokens is not None:
+            num_rows = min(num_rows, self.support.exact_limit_tokens)
+        sequence = self._named(_tokens(sequence_ids)[:num_rows], settings, prefilled.keys)
+        records = make_records(
+            sequence,
+            prefilled.plan,
+            prefilled.cache,
+            self.support.require_layout(),
+            prefilled.sources,
+            self.store.find,
+            num_rows,
+        )
+        return self.store.put_many(records)
+
+    # --- names and limits -------------------------------------------------------------------------------------------
+
+    def _keys(self, num_tokens: int, settings: Settings) -> KeySpace:
+        return KeySpace(
+            secret=settings.hash_secret.get_secret_value(),
+            fingerprint=self._fingerprint.current(),
+            namespace=settings.cache_salt,
+            regime=str(self.support.regime(num_tokens)),
+        )
+
+    def _named(self, tokens: Int32Array, settings: Settings, keys: KeySpace) -> Prompt:
+        return Prompt(tokens, self._chunker(settings).split(tokens), keys, anchors=settings.anchors)
+
+    def _chunker(self, settings: Settings) -> Chunker:
+        if settings.chunk_boundaries:
+            return make_chunker(
+                settings, self._separators, tokenizer=self.tokenizer, boundaries=settings.chunk_boundaries
+            )
+        wanted = (settings.chunker, settings.chunk_min_tokens, settings.chunk_avg_tokens, settings.chunk_max_tokens)
+        if wanted not in self._chunkers:
+            self._chunkers[wanted] = make_chunker(settings, self._separators, tokenizer=self.tokenizer)
+        return self._chunkers[wanted]
+
+    def _limits(self, settings: Settings, num_tokens: int) -> Limits:
+        return Limits(
+            exact_only=settings.exact_only,
+            allow_moved=self.support.moved_refused is None,
+            min_run_tokens=settings.min_run_tokens,
+            min_moved_share=settings.min_moved_share,
+            max_variants=settings.max_variants,
+            live_suffix_tokens=settings.live_suffix_tokens,
+            fresh_tokens=1 + self.support.regime(num_tokens),
+        )
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _transformers_generate(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).generate(self.model, *args, **kwargs)
+
+    def _limitations(self) -> list[str]:
+        if self.support.refused is not None:
+            return [f"nothing is reused for this model: {self.support.refused}"]
+        if self.support.moved_refused is not None:
+            return [f"only exact prefixes are reused for this model: {self.support.moved_refused}"]
+        return []
+
+    def _note(self, report: ReuseReport, plan: ReusePlan) -> None:
+        with self._stats_lock:
+            self.stats.requests += 1
+            if report.fallback is not None:
+                self.stats.fallbacks[report.fallback] += 1
+            self.stats.tokens["repaired"] += len(plan.repaired)
+            for kind in Kind:
+                self.stats.tokens[kind.value] += plan.count(kind)
+            self.stats.chunk_hits.update(s.kind.value for s in plan if s.kind is not Kind.FRESH)
+
+    def _note_fallback(self, reason: str) -> None:
+        with self._stats_lock:
+            self.stats.requests += 1
+            self.stats.fallbacks[reason] += 1
+            first = self.stats.fallbacks[reason] == 1
+        logger.log(logging.WARNING if first else logging.DEBUG, "request goes to transformers unchanged: %s", reason)
+
+
+def _tokens(input_ids: torch.Tensor) -> Int32Array:
+    return input_ids[0].to("cpu", torch.int32).numpy().astype(np.int32)
+
+
+def _sequences(output: Any) -> torch.Tensor:
+    sequences: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
+    return sequences
+
+
+def _with_mask(input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Generate needs a mask over the whole prompt once a cache is given."""
+    return {"attention_mask": torch.ones_like(input_ids), **{k: v for k, v in kwargs.items() if v is not None}}
+
+
+def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: bool) -> ReusePlan:
+    """The plan without segments whose record, or whose record's source, was evicted since it was found."""
+    wanted = {s.record_id for s in plan if s.record_id is not None}
+    alive = {
+        i
+        for i in wanted & records.keys()
+        if (source := records[i].header.source) is None or source.record_id in records
+    }
+    return plan if alive == wanted else without_records(plan, wanted - alive, allow_gaps=allow_gaps)
+
+
+def _nothing(plan: ReusePlan) -> ReusePlan:
+    return ReusePlan(plan.num_tokens, (Segment(Span(0, plan.num_tokens), Kind.FRESH),), plan.found_tokens)
+
+
+def _count(plan: ReusePlan) -> ReuseReport:
+    fresh = plan.count(Kind.FRESH)
+    recomputed = len(plan.repaired) + max(0, plan.found_tokens - (plan.num_tokens - fresh))
+    return ReuseReport(
+        plan.num_tokens,
+        exact_tokens=plan.count(Kind.EXACT),
+        continued_tokens=plan.count(Kind.CONTINUED),
+        moved_tokens=plan.count(Kind.MOVED),
+        repaired_tokens=len(plan.repaired),
+        fresh_tokens=fresh,
+        charged_budget=recomputed / plan.found_tokens if plan.found_tokens else 0.0,
+    )

@@ -1,0 +1,30 @@
+"""Every exception that KVBoost raises on purpose.
+
+    KVBoostError
+    ├── SettingsError      a setting has a value that cannot be honoured (also a ValueError)
+    ├── InputError         a prompt, message list or document cannot be used (also a ValueError)
+    ├── ModelError         a model or tokenizer cannot be loaded or does not fit the other
+    └── UnsupportedModel   a model cannot serve a kind of reuse; never leaves the engine, it becomes a fallback reason
+
+A request never fails because the cache does: store and reuse problems fall back to computing and are counted.
+"""
+
+
+class KVBoostError(Exception):
+    """Base of all errors raised on purpose by KVBoost."""
+
+
+class SettingsError(KVBoostError, ValueError):
+    """A setting's value is invalid. The message names the setting, the value, where it came from and the remedy."""
+
+
+class InputError(KVBoostError, ValueError):
+    """The caller's input cannot be processed: empty, longer than the model's limit, or of the wrong type."""
+
+
+class ModelError(KVBoostError):
+    """A model directory or tokenizer is missing, damaged, or does not belong to the model."""
+
+
+class UnsupportedModel(KVBoostError):
+    """The model cannot serve a kind of reuse. `args[0]` is the reason that a user reads."""

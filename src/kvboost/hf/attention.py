@@ -1,0 +1,199 @@
+"""Attention of scattered query rows over all keys of a prompt, in blocks.
+
+The query rows are sorted by position and walked in blocks of a bounded size. A block sees the keys up to its last
+position only, so about half of the work of a dense mask is never done, and memory stays bounded by the block:
+
+    keys      0 . . . . . . . . . . . . T          rows: sorted positions
+    block 1   #######|                             keys cut at the block's last position,
+    block 2   ############|                        a mask inside the block by true position;
+    block 3      ###############|                  sliding layers are cut at the window on the left too
+
+It is reached through transformers' own registry: an attention function and a mask function under names of ours, that a
+model's config names while our forward runs. Both act only for the thread and forward that set `_job`; any other
+forward that meets them is delegated to what the model had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvboost.errors import UnsupportedModel
+from kvboost.hf import compat
+
+PREFIX = "kvboost_"
+FAR = 1 << 24  # a position beyond every window, exact in float32
+
+
+@dataclass(slots=True)
+class Job:
+    """What one selective forward needs: sorted positions of the query rows [m], and each layer's window."""
+
+    rows: torch.Tensor
+    windows: Sequence[int | None] | None  # None: being probed, nothing is masked by window
+    block: int = 128
+    honour_softcap: bool = False
+    seen: list[tuple[int, int]] = field(default_factory=list)  # probing: (layer, index into `masks`)
+    masks: list[Callable[..., Any]] = field(default_factory=list)
+
+
+_job: ContextVar[Job | None] = ContextVar("kvboost_attention_job", default=None)
+
+
+@contextlib.contextmanager
+def attend_in_blocks(configs: Sequence[Any], job: Job) -> Iterator[None]:
+    """Within the context, a forward of this thread over `configs` attends as `job` says."""
+    names = [_register(original_name(config._attn_implementation)) for config in configs]
+    token = _job.set(job)
+    former = compat.set_attention(configs, names)
+    try:
+        yield
+    finally:
+        compat.set_attention(configs, former)
+        _job.reset(token)
+
+
+def original_name(implementation: str | None) -> str:
+    """The attention implementation that a config names when none of our forwards runs."""
+    return (implementation or "eager").removeprefix(PREFIX)
+
+
+def _register(original: str) -> str:
+    """Adds our functions for one original implementation to the registries, once; returns their name."""
+    name = PREFIX + original
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+
+        def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+            job = _job.get()
+            if job is None:
+                return _delegate(module, original)(module, *args, **kwargs)
+            return _attend(job, module, *args, **kwargs)
+
+        def mask(*args: Any, **kwargs: Any) -> Any:
+            job = _job.get()
+            if job is None:
+                return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
+            return _mark(job, *args, **kwargs)
+
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def _delegate(module: torch.nn.Module, original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
+    registered: Callable[..., tuple[torch.Tensor, Any]]
+    if original == "eager":  # not in the registry: every modelling file has its own
+        registered = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        registered = ALL_ATTENTION_FUNCTIONS[original]
+    return registered
+
+
+def _mark(job: Job, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stands for a mask. Its only value tells a probe which mask function the layer was given."""
+    function = kwargs.get("mask_function")
+    if job.windows is None and function is not None:
+        job.masks.append(function)
+    return torch.full((1, 1, 1, 1), float(len(job.masks) - 1), device=job.rows.device)
+
+
+def _attend(
+    job: Job,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`query` [1, Hq, m, D], `key` [1, H, T, D], `value` [1, H, T, D'] -> [1, m, Hq, D']."""
+    for unknown in ("s_aux", "position_bias", "head_mask"):
+        if kwargs.get(unknown) is not None:
+            raise UnsupportedModel(f"its attention takes `{unknown}`, which the selective forward does not")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModel("its attention modules do not tell their layer index")
+    if job.windows is None:
+        job.seen.append((layer, int(attention_mask.max().item()) if attention_mask is not None else -1))
+    window = job.windows[layer] if job.windows is not None else None
+    cap = softcap if job.honour_softcap else None
+    blocks = [
+        _attend_block(query[:, :, i : i + job.block], key, value, job.rows[i : i + job.block], window, scaling, cap)
+        for i in range(0, len(job.rows), job.block)
+    ]
+    return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None
+
+
+def _attend_block(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    first, last = int(rows[0]), int(rows[-1])
+    start = 0 if window is None else max(0, first - window + 1)
+    key, value = key[:, :, start : last + 1], value[:, :, start : last + 1]
+    positions = torch.arange(start, last + 1, device=rows.device)
+    mask = positions[None] <= rows[:, None]
+    if window is not None:
+        mask &= positions[None] > rows[:, None] - window
+    groups = query.shape[1] // key.shape[1]
+    if softcap is not None:
+        return _soft_capped(query, key, value, mask, scaling, softcap, groups)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
+
+
+def _soft_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float,
+    groups: int,
+) -> torch.Tensor:
+    """Attention with capped logits (Gemma 2), which no fused kernel offers."""
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    return torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def window_of(mask_function: Callable[..., Any]) -> int | None:
+    """The sliding window of a mask function, None for a full causal mask.
+
+    Raises `UnsupportedModel` for any other pattern (chunked, bidirectional, ...).
+    """
+
+    def visible(distance: int) -> bool:
+        q, k = torch.tensor(FAR), torch.tensor(FAR - distance)
+        return bool(mask_function(0, 0, q, k))
+
+    if visible(-1) or not visible(0):
+        raise UnsupportedModel("its attention mask is not causal")
+    if visible(FAR):
+        return None
+    low, high = 0, FAR
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if visible(middle) else (low, middle)
+    shifted = torch.tensor(FAR + 1)
+    if not bool(mask_function(0, 0, shifted, shifted - low)) or bool(mask_function(0, 0, shifted, shifted - high)):
+        raise UnsupportedModel("its attention mask is neither causal nor a sliding window")
+    return low + 1

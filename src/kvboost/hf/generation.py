@@ -1,0 +1,89 @@
+"""`model.generate`, seen from outside: what our cache can serve, and when the first token came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from kvboost.hf import compat
+
+# arguments of generate that neither change what the prompt's rows are nor who owns the cache
+HARMLESS = frozenset(
+    {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria"}
+    | {"prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer", "use_model_defaults", "use_cache"}
+    | {"negative_prompt_ids", "negative_prompt_attention_mask", "return_dict", "trust_remote_code"}
+)
+UNSERVED_OPTIONS = {
+    "num_beams": "beam search",
+    "num_return_sequences": "several sequences per prompt",
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa decoding",
+    "prompt_lookup_num_tokens": "assisted decoding",
+    "assistant_early_exit": "assisted decoding",
+    "use_mtp": "assisted decoding",
+    "cache_implementation": "another cache implementation",
+    "prefill_chunk_size": "chunked prefill by transformers",
+    "output_attentions": "attention weights of all prompt rows",
+    "output_hidden_states": "hidden states of all prompt rows",
+    "low_memory": "low-memory search",
+    "guidance_scale": "classifier-free guidance",
+}
+
+
+class FirstTokenClock(LogitsProcessor):
+    """Notes when the first token's logits arrive; changes nothing."""
+
+    def __init__(self) -> None:
+        self.first_token_at: float | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Returns `scores` untouched."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        return scores
+
+
+def with_clock(kwargs: Mapping[str, Any], clock: FirstTokenClock) -> dict[str, Any]:
+    """The arguments of generate with `clock` after the caller's own logits processors."""
+    return {**kwargs, "logits_processor": LogitsProcessorList([*(kwargs.get("logits_processor") or []), clock])}
+
+
+def find_input_ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The prompt of a call of generate, wherever it was passed."""
+    if args:
+        return args[0]
+    return kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs")
+
+
+def unserved_reason(model: PreTrainedModel, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call of generate must go to transformers unchanged; None if the cache can serve it."""
+    if model.training:
+        return "the model is in train mode"
+    if any(kwargs.get(name) is not None for name in compat.CACHE_ARGUMENTS):
+        return "the caller brings a cache"
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        return "the prompt is not a tensor of token ids"
+    if input_ids.shape[0] != 1:
+        return "batch size is not 1"
+    if input_ids.shape[1] < 2:
+        return "the prompt has fewer than two tokens"
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (mask.shape != input_ids.shape or not bool(mask.bool().all())):
+        return "the prompt is padded"
+    return _unserved_option(model, kwargs)
+
+
+def _unserved_option(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> str | None:
+    config = kwargs.get("generation_config") or model.generation_config
+    known = set(config.to_dict()) | HARMLESS
+    for name, value in kwargs.items():
+        if name not in known and value is not None:
+            return f"argument {name!r} is not understood by the cache"
+    option = {name: kwargs.get(name, getattr(config, name, None)) for name in UNSERVED_OPTIONS}
+    if kwargs.get("use_cache", getattr(config, "use_cache", True)) is False:
+        return "use_cache is False"
+    return next((UNSERVED_OPTIONS[n] for n, v in option.items() if v is True or v not in (None, False, 0, 1)), None)

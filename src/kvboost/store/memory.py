@@ -1,0 +1,158 @@
+"""A byte-bounded store in process memory that evicts the least recently used chunk."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+
+from kvboost.store.tier import MAX_LISTED, Lease, TierStats
+from kvboost.types import ChunkHeader, ChunkKV
+
+
+class MemoryTier:
+    """Keeps records as given (tensors are not copied). Thread-safe; see `Tier` for the contract."""
+
+    name = "memory"
+
+    def __init__(self, bytes_limit: int, *, max_variants: int = 4) -> None:
+        self.bytes_limit = bytes_limit
+        self.max_variants = max_variants
+        self._lock = threading.RLock()
+        self._records: OrderedDict[bytes, ChunkKV] = OrderedDict()  # least recently used first
+        self._named: dict[bytes, OrderedDict[bytes, None]] = {}  # name -> record ids, least recently used first
+        self._pins: Counter[bytes] = Counter()
+        self._doomed: set[bytes] = set()  # deleted while leased
+        self._bytes_used = 0
+        self._evictions: Counter[str] = Counter()
+
+    def find(self, names: Sequence[bytes]) -> dict[bytes, list[ChunkHeader]]:
+        """See `Tier.find`."""
+        with self._lock:
+            return {
+                name: [self._records[i].header for i in islice(reversed(self._named[name]), MAX_LISTED)]
+                for name in names
+                if name in self._named
+            }
+
+    def get_many(self, record_ids: Sequence[bytes]) -> Lease:
+        """See `Tier.get_many`."""
+        with self._lock:
+            records = {i: self._records[i] for i in dict.fromkeys(record_ids) if i in self._records}
+            for record_id in records:
+                self._touch(record_id)
+            self._pins.update(records.keys())
+        return Lease(records, lambda: self._unpin(list(records)))
+
+    def put_many(self, records: Sequence[ChunkKV]) -> int:
+        """See `Tier.put_many`."""
+        with self._lock:
+            return sum(r.num_rows for r in records if self._put(r))
+
+    def delete(self, record_ids: Sequence[bytes] | None = None) -> int:
+        """See `Tier.delete`."""
+        with self._lock:
+            doomed = [i for i in (list(self._records) if record_ids is None else record_ids) if i in self._records]
+            for record_id in doomed:
+                self._drop(record_id, "invalidated")
+            return len(doomed)
+
+    def stats(self) -> TierStats:
+        """See `Tier.stats`."""
+        with self._lock:
+            pinned = len(self._pins)
+            return TierStats(
+                self.name, self._bytes_used, self.bytes_limit, len(self._records), pinned, dict(self._evictions)
+            )
+
+    def check_integrity(self) -> None:
+        """Raises `RuntimeError` when the books do not agree with the records; for tests and debugging."""
+        with self._lock:
+            counted = sum(r.num_bytes for r in self._records.values())
+            listed = {i for ids in self._named.values() for i in ids}
+            if counted != self._bytes_used or self._bytes_used > self.bytes_limit or listed != set(self._records):
+                raise RuntimeError(
+                    f"memory tier is inconsistent: {counted} bytes held, {self._bytes_used} booked, limit "
+                    f"{self.bytes_limit}, {len(listed)} listed, {len(self._records)} records"
+                )
+
+    def _put(self, record: ChunkKV) -> bool:
+        record_id, size = record.header.record_id, record.num_bytes
+        known = self._records.get(record_id)
+        if known is not None and not _is_truer(record.header, known.header):
+            self._touch(record_id)
+            return False
+        if known is not None and self._pins[record_id]:
+            return False  # somebody reads the old rows right now; the next computation replaces them
+        if known is not None:
+            self._remove(record_id)
+        self._evict_variants(record.header)
+        if not self._make_room(size):
+            return False
+        self._records[record_id] = record
+        self._bytes_used += size
+        for name in record.header.names():
+            self._named.setdefault(name, OrderedDict())[record_id] = None
+        return True
+
+    def _evict_variants(self, header: ChunkHeader) -> None:
+        if header.source is not None:
+            return
+        variants = [i for i in self._named.get(header.key.content_hash, ()) if not self._pins[i]]
+        for record_id in variants[: max(0, len(variants) - self.max_variants + 1)]:
+            self._drop(record_id, "quota")
+
+    def _make_room(self, size: int) -> bool:
+        """Evicts until `size` bytes fit; False if leased records or the limit itself leave too little."""
+        if size > self.bytes_limit:
+            return False
+        excess = self._bytes_used + size - self.bytes_limit
+        victims: list[bytes] = []
+        for record_id, record in self._records.items():
+            if excess <= 0:
+                break
+            if not self._pins[record_id]:
+                victims.append(record_id)
+                excess -= record.num_bytes
+        if excess > 0:
+            return False
+        for record_id in victims:
+            self._drop(record_id, "importance_low")
+        return True
+
+    def _drop(self, record_id: bytes, reason: str) -> None:
+        if self._pins[record_id]:
+            self._doomed.add(record_id)
+            return
+        self._remove(record_id)
+        self._evictions[reason] += 1
+
+    def _remove(self, record_id: bytes) -> None:
+        record = self._records.pop(record_id)
+        self._bytes_used -= record.num_bytes
+        for name in record.header.names():
+            ids = self._named[name]
+            del ids[record_id]
+            if not ids:
+                del self._named[name]
+
+    def _touch(self, record_id: bytes) -> None:
+        self._records.move_to_end(record_id)
+        for name in self._records[record_id].header.names():
+            self._named[name].move_to_end(record_id)
+
+    def _unpin(self, record_ids: Sequence[bytes]) -> None:
+        with self._lock:
+            for record_id in record_ids:
+                self._pins[record_id] -= 1
+                if not self._pins[record_id]:
+                    del self._pins[record_id]
+                    if record_id in self._doomed:
+                        self._doomed.discard(record_id)
+                        self._drop(record_id, "invalidated")
+
+
+def _is_truer(new: ChunkHeader, old: ChunkHeader) -> bool:
+    """A better lineage wins; between equals, own rows win over a link to another record's."""
+    return (new.lineage, new.source is None) > (old.lineage, old.source is None)

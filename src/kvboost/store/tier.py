@@ -1,0 +1,69 @@
+"""What a store of chunks must do. Five methods; every tier passes the same contract suite, `tests/test_store.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+from kvboost.types import ChunkHeader, ChunkKV
+
+MAX_LISTED = 64  # headers returned per name, the most recently used first
+
+
+class Lease:
+    """Records that stay in their tier, unchanged, until the lease is closed. A context manager."""
+
+    def __init__(self, records: Mapping[bytes, ChunkKV], release: Callable[[], None] = lambda: None) -> None:
+        self.records = records
+        self._release = release
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counters of one tier since it was made; `bytes_used` and `entries` are current."""
+
+    name: str
+    bytes_used: int
+    bytes_limit: int
+    entries: int
+    pinned_entries: int
+    evictions: Mapping[str, int] = field(default_factory=dict)  # by reason
+
+
+class Tier(Protocol):
+    """A byte-bounded store of chunk records. Thread-safe. A tier never raises for missing or damaged records."""
+
+    name: str
+
+    def find(self, names: Sequence[bytes]) -> dict[bytes, list[ChunkHeader]]:
+        """Headers listed under each name, most recently used first, at most `MAX_LISTED`; unknown names are absent."""
+        ...
+
+    def get_many(self, record_ids: Sequence[bytes]) -> Lease:
+        """The records that are still there, safe from eviction until the lease is closed. Marks them as used."""
+        ...
+
+    def put_many(self, records: Sequence[ChunkKV]) -> int:
+        """Stores records and returns how many rows were written (a link has only those that were repaired).
+
+        A record whose identity is known replaces the old one only if it is truer; the budget holds at every moment.
+        """
+        ...
+
+    def delete(self, record_ids: Sequence[bytes] | None = None) -> int:
+        """Forgets records, or all with `None`; returns how many. Leased records go when their lease is closed."""
+        ...
+
+    def stats(self) -> TierStats:
+        """A consistent snapshot."""
+        ...

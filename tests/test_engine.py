@@ -1,0 +1,326 @@
+"""Promises over several requests: nothing drifts, nothing inexact is called exact, nothing stale is served."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from families import build, build_fresh, random_ids
+from kvboost import KVBoost
+from kvboost.types import Kind, Lineage
+from scenario import SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
+
+
+@pytest.fixture
+def model() -> Any:
+    return build("llama")
+
+
+def test_an_identical_request_never_drifts(model: Any) -> None:
+    kv = engine(model)
+    truth = plain_logits(model, prompt())
+    outs = [greedy(kv.generate, prompt()) for _ in range(10)]
+    for out in outs:
+        assert relative_error(logits(out.output), truth) <= 1e-5
+    assert [o.report.exact_tokens for o in outs[1:]] == [prompt().shape[1] - 1] * 9
+    assert len({tuple(o.token_ids) for o in outs}) == 1
+
+
+def test_an_identical_moved_request_is_paid_once_and_then_served_as_it_was(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt("0123"))
+    first, *later = [greedy(kv.generate, prompt("2031")) for _ in range(4)]
+    assert first.report.moved_tokens > 100
+    assert first.report.repaired_tokens > 0
+    for out in later:
+        assert out.report.moved_tokens == out.report.repaired_tokens == 0
+        assert out.report.continued_tokens > 100
+        assert out.token_ids == first.token_ids
+        assert relative_error(logits(out.output), logits(first.output)) <= 1e-5
+
+
+def test_a_chat_over_a_moved_document_pays_the_repair_once(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt("0123"))
+    history = prompt("3102")
+    kinds = []
+    for turn in range(10):
+        out = greedy(kv.generate, history)
+        kinds.append(out.report)
+        history = join(history, torch.tensor([out.token_ids]), random_ids(12, seed=100 + turn))
+    assert kinds[0].moved_tokens > 100
+    assert all(r.moved_tokens == r.repaired_tokens == 0 for r in kinds[1:])
+    assert all(r.fresh_tokens <= 13 for r in kinds[1:]), [r.fresh_tokens for r in kinds]
+    assert all(r.exact_tokens == 40 for r in kinds), "only the system prompt is exact behind a moved document"
+
+
+def test_a_chat_whose_history_is_exact_stays_exact_and_equals_plain_generation(model: Any) -> None:
+    kv = engine(model)
+    history = prompt()
+    for turn in range(10):
+        out = greedy(kv.generate, history)
+        assert relative_error(logits(out.output), plain_logits(model, history)) <= 1e-5
+        if turn:
+            assert out.report.fresh_tokens <= 13
+            assert out.report.exact_tokens == history.shape[1] - out.report.fresh_tokens
+        history = join(history, torch.tensor([out.token_ids]), random_ids(12, seed=200 + turn))
+
+
+def test_nothing_computed_behind_moved_rows_is_ever_exact(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt("0123"))
+    moved = prompt("3012")
+    plan = greedy(kv.generate, moved).plan
+    first_moved = next(s.span.start for s in plan if s.kind is Kind.MOVED)
+    for segment in kv.plan(moved):
+        if segment.span.start >= first_moved:
+            assert segment.kind is not Kind.EXACT
+    report = greedy(kv.generate, moved, fidelity="exact").report
+    assert report.exact_tokens == first_moved
+    assert report.moved_tokens == report.continued_tokens == 0
+
+
+def test_a_true_computation_replaces_an_approximate_one(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt("0123"))
+    moved = prompt("3012")
+    greedy(kv.generate, moved)
+    assert greedy(kv.generate, moved).report.continued_tokens > 100
+    greedy(kv.generate, moved, fidelity="exact")
+    out = greedy(kv.generate, moved)
+    assert out.report.exact_tokens == moved.shape[1] - 1
+    assert relative_error(logits(out.output), plain_logits(model, moved)) <= 1e-5
+
+
+def test_rows_captured_at_the_first_positions_are_never_moved(model: Any) -> None:
+    kv = engine(model)
+    text = random_ids(150, seed=9)
+    greedy(kv.generate, text, 1)
+    plan = kv.plan(join(random_ids(60, seed=8), text))
+    moved = [s for s in plan if s.kind is Kind.MOVED]
+    assert sum(len(s.span) for s in moved) == 150 - 32 - 16, "neither the sink nor the live suffix"
+    assert min(s.source_position for s in moved) == 32
+    plan = kv.plan(text[:, 20:])
+    assert min(s.span.start for s in plan if s.kind is Kind.MOVED) == 32
+
+
+def test_the_same_document_twice_in_one_prompt_and_two_gaps(model: Any) -> None:
+    kv = engine(model, recompute_head_tokens=10_000)
+    greedy(kv.generate, prompt("0123"), 1)
+    gaps = [random_ids(11, seed=i) for i in (31, 32)]
+    twice = join(prompt("1", question=gaps[0]), prompt("12", head=gaps[1]))
+    out = greedy(kv.generate, twice)
+    assert out.report.moved_tokens > 110
+    assert relative_error(logits(out.output), plain_logits(model, twice)) <= 1e-4
+
+
+def test_first_and_third_chunk_cached_and_the_second_new(model: Any) -> None:
+    kv = engine(model, recompute_head_tokens=10_000)
+    greedy(kv.generate, prompt("013"), 1)
+    mixed = prompt("0213")
+    out = greedy(kv.generate, mixed)
+    assert [s.kind for s in out.plan if len(s.span) > 30].count(Kind.FRESH) == 1
+    assert relative_error(logits(out.output), plain_logits(model, mixed)) <= 1e-4
+
+
+def test_a_hit_on_the_whole_prompt_computes_the_last_token(model: Any) -> None:
+    kv = engine(model)
+    out = greedy(kv.generate, prompt(), 20)
+    covered = join(prompt(), torch.tensor([out.token_ids[:-1]]))
+    for cut in (covered, covered[:, :-7], prompt()[:, :50], SYSTEM):
+        again = greedy(kv.generate, cut, 3)
+        assert again.report.exact_tokens == cut.shape[1] - 1
+        assert again.report.fresh_tokens == 1
+        assert relative_error(logits(again.output), plain_logits(model, cut, 3)) <= 1e-5
+
+
+def test_a_system_prompt_shorter_than_a_chunk_is_reused(model: Any) -> None:
+    kv = engine(model, chunk_min_tokens=32, chunk_avg_tokens=128, chunk_max_tokens=256)
+    short = random_ids(7, seed=3)
+    greedy(kv.generate, join(short, random_ids(90, seed=4)), 1)
+    out = greedy(kv.generate, join(short, random_ids(90, seed=5)), 1)
+    assert out.report.exact_tokens == 7
+
+
+def test_namespaces_dtypes_and_models_never_share(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt(), 1, cache_salt="a")
+    assert greedy(kv.generate, prompt(), 1, cache_salt="b").report.fresh_tokens == prompt().shape[1]
+    assert greedy(kv.generate, prompt(), 1, cache_salt="a").report.fresh_tokens == 1
+    others = [build("llama", dtype=torch.bfloat16), build("llama", "eager"), build("qwen2"), _retrained()]
+    for other in others:
+        assert engine(other, store=kv.store).plan(prompt(), cache_salt="a").count(Kind.FRESH) == prompt().shape[1]
+
+
+def test_the_same_model_loaded_again_shares(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt(), 1)
+    twin = engine(build_fresh("llama"), store=kv.store)
+    assert twin.plan(prompt()).count(Kind.EXACT) == prompt().shape[1] - 1
+
+
+def _retrained() -> Any:
+    other = build_fresh("llama")
+    other.model.layers[1].mlp.up_proj.weight.data.add_(1e-3)
+    return other
+
+
+def test_two_adapters_of_one_model_never_share() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(build_fresh("llama"), config, "one")
+    adapted.add_adapter("two", config)
+    base = adapted.base_model.model
+    kv = engine(base)
+    for name in ("one", "two"):
+        adapted.set_adapter(name)
+        assert greedy(kv.generate, prompt(), 1).report.fresh_tokens == prompt().shape[1]
+        again = greedy(kv.generate, prompt(), 4)
+        assert again.report.fresh_tokens == 1
+        assert relative_error(logits(again.output), plain_logits(base, prompt(), 4)) <= 1e-5
+    with adapted.disable_adapter():
+        assert greedy(kv.generate, prompt(), 1).report.fresh_tokens == prompt().shape[1]
+
+
+def test_weights_changed_in_place_serve_nothing_stale() -> None:
+    model = build_fresh("llama")
+    kv = engine(model)
+    greedy(kv.generate, prompt())
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)  # torch counts this: noticed at once
+    out = greedy(kv.generate, prompt())
+    assert out.report.fresh_tokens == prompt().shape[1]
+    assert relative_error(logits(out.output), plain_logits(model, prompt())) <= 1e-5
+
+
+def test_invalidate_forgets_what_a_silent_change_made_stale() -> None:
+    model = build_fresh("llama")
+    kv = engine(model)
+    greedy(kv.generate, prompt())
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)  # torch does not count a write through .data
+    assert kv.invalidate() > 0
+    out = greedy(kv.generate, prompt())
+    assert out.report.fresh_tokens == prompt().shape[1]
+    assert relative_error(logits(out.output), plain_logits(model, prompt())) <= 1e-5
+
+
+def test_observe_reports_what_would_have_hit_and_serves_nothing(model: Any) -> None:
+    kv = engine(model, mode="observe")
+    greedy(kv.generate, prompt("0123"))
+    out = greedy(kv.generate, prompt("2031"))
+    assert out.report.moved_tokens > 100
+    assert out.report.fallback == "observing only"
+    assert all(s.kind is Kind.FRESH for s in out.plan)
+    assert relative_error(logits(out.output), plain_logits(model, prompt("2031"))) <= 1e-5
+    assert all(h.lineage is Lineage.BIT_EXACT for h in _headers(kv))
+
+
+def _headers(kv: KVBoost) -> list[Any]:
+    return [r.header for r in kv.store._records.values()]  # type: ignore[attr-defined]
+
+
+def test_better_matching_context_wins_between_variants(model: Any) -> None:
+    kv = engine(model, recompute_strategy="none")
+    for order in ("01", "21", "31"):
+        greedy(kv.generate, prompt(order, head=join(SYSTEM, random_ids(5, seed=int(order)))), 1, fidelity="exact")
+    out = greedy(kv.generate, prompt("31", head=random_ids(44, seed=6)), 1)
+    runs = [s for s in out.plan if s.kind is Kind.MOVED]
+    assert len({s.shift for s in runs}) == 1, "both documents come from the prompt in which they were neighbours"
+    assert sum(s.joined for s in runs) == len(runs) - 1
+
+
+def test_long_prompts_are_prefilled_in_blocks_with_the_same_answer(model: Any) -> None:
+    kv = engine(model, prefill_block_tokens=50)
+    for ids in (prompt(), join(prompt(), random_ids(100, seed=4))):
+        out = greedy(kv.generate, ids)
+        assert relative_error(logits(out.output), plain_logits(model, ids)) <= 1e-5
+
+
+def test_an_evicted_source_makes_a_linked_record_a_miss(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt("0123"))
+    moved = prompt("2031")
+    greedy(kv.generate, moved)
+    sources = {h.source.record_id for h in _headers(kv) if h.source is not None}
+    kv.store.delete(sorted(sources))
+    out = greedy(kv.generate, moved)
+    assert out.report.fallback is None
+    assert relative_error(logits(out.output), plain_logits(model, moved)) <= 1e-5
+
+
+def test_a_broken_store_falls_back_to_computing_and_is_counted(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt())
+    kv.store.find = lambda names: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+    out = greedy(kv.generate, prompt())
+    assert out.report.fallback == "the cache failed; see the log"
+    assert relative_error(logits(out.output), plain_logits(model, prompt())) <= 1e-5
+    assert kv.stats.fallbacks["the cache failed; see the log"] == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_eight_threads_get_right_answers_within_the_byte_budget(model: Any) -> None:
+    budget = 900_000
+    kv = engine(model, cache_bytes=budget, recompute_head_tokens=10_000)
+    orders = ["0123", "3210", "2031", "12", "0312", "3012", "21", "1302"]
+    truth = {order: plain_logits(model, prompt(order), 3) for order in orders}
+    failures: list[str] = []
+    over = threading.Event()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.001):
+            if kv.store.stats().bytes_used > budget:
+                over.set()
+
+    def work(offset: int) -> None:
+        for i in range(8):
+            order = orders[(i + offset) % 8]
+            out = greedy(kv.generate, prompt(order), 3)
+            if out.report.fallback or relative_error(logits(out.output), truth[order]) > 1e-4:
+                failures.append(f"{order}: {out.report}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=120)
+    stop.set()
+    watcher.join()
+    assert not any(t.is_alive() for t in threads), "deadlock"
+    assert not failures
+    assert not over.is_set()
+    kv.store.check_integrity()
+    assert kv.store.stats().evictions, "the budget was never felt"
+    assert kv.store.stats().pinned_entries == 0
+
+
+def test_a_plain_forward_in_another_thread_is_never_touched(model: Any) -> None:
+    kv = engine(model, recompute_head_tokens=10_000)
+    greedy(kv.generate, prompt("0123"), 1)
+    ids = prompt("01")
+    with torch.no_grad():
+        truth = model(ids).logits
+    wrong: list[float] = []
+    stop = threading.Event()
+
+    def forward() -> None:
+        while not stop.is_set():
+            with torch.no_grad():
+                error = (model(ids).logits - truth).abs().max().item()
+            if error > 0:
+                wrong.append(error)
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    for i in range(30):
+        greedy(kv.generate, prompt("3210", head=random_ids(40 + i, seed=i)), 1, cache_salt="")
+    stop.set()
+    thread.join()
+    assert not wrong
+    assert model.config._attn_implementation == "sdpa"

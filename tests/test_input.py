@@ -1,0 +1,145 @@
+"""Wrong input: each a clear message that names what, the value and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families import VOCABULARY, build
+from kvboost import InputError, KVBoost, ModelError, SettingsError
+from kvboost.config import resolve
+from kvboost.hf import declared
+from kvboost.hf.loading import load_model
+from scenario import engine
+
+
+@pytest.fixture
+def stories(shared_data: Path) -> Any:
+    return load_model(shared_data / "models" / "stories260K-llama")
+
+
+PROMPTS: list[tuple[Any, str]] = [
+    ([], "the prompt is empty"),
+    (torch.empty(1, 0, dtype=torch.long), "the prompt is empty"),
+    ([5] * 600, "600 tokens, but the model takes fewer than 512"),
+    ([5, VOCABULARY], f"token id {VOCABULARY} is outside of the model's vocabulary"),
+    ([5, -1], "token id -1 is outside"),
+    (12, "not int"),
+    ("text", "need a tokenizer"),
+    ([{"role": "user", "content": "x"}], "need a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=[m for _, m in PROMPTS])
+def test_a_prompt_that_cannot_be_answered_is_refused_by_name(prompt: Any, message: str) -> None:
+    kv = engine(build("llama"))
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        kv.generate(prompt)
+
+
+def test_messages_without_a_chat_template_are_refused(stories: Any) -> None:
+    with pytest.raises(InputError, match="no chat template"):
+        KVBoost(*stories).generate([{"role": "user", "content": "x"}])
+
+
+def test_an_empty_document_cannot_be_warmed(stories: Any) -> None:
+    with pytest.raises(InputError, match="no text to warm"):
+        KVBoost(*stories).warm(" \n")
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"recompute_strategy": "magic"}, "recompute_strategy .*'magic'.*'none' or 'epic'"),
+    ({"cache_bytes": -1}, "cache_bytes .*-1.*greater than or equal to 0"),
+    ({"recompute_head_tokens": -5}, "recompute_head_tokens .*-5"),
+    ({"chunk_min_tokens": 500}, "chunk sizes must satisfy"),
+    ({"colour": "red"}, "colour .*Known settings: disable"),
+    ({"mode": "sometimes"}, "mode .*'sometimes'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), SETTINGS, ids=[next(iter(f)) for f, _ in SETTINGS])
+def test_an_invalid_setting_names_itself_its_value_and_what_is_allowed(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        engine(build("llama"), **flags)
+
+
+def test_an_invalid_environment_value_names_the_variable() -> None:
+    with pytest.raises(SettingsError, match=r"KVBOOST_RECOMPUTE_HEAD_TOKENS \(from environment\).*'many'"):
+        resolve(environ={"KVBOOST_RECOMPUTE_HEAD_TOKENS": "many"})
+
+
+def test_a_request_setting_beats_environment_beats_flag_beats_default() -> None:
+    environ = {"KVBOOST_FIDELITY": "fast", "KVBOOST_RECOMPUTE_HEAD_TOKENS": "3"}
+    resolved = resolve({"fidelity": "exact", "chunker": "fixed"}, {"fidelity": "balanced"}, environ)
+    assert resolved.settings.fidelity == "balanced"
+    assert resolved.settings.recompute_head_tokens == 3
+    origins = {k: resolved.origins[k] for k in ("fidelity", "recompute_head_tokens", "chunker", "mode")}
+    assert origins == {
+        "fidelity": "request",
+        "recompute_head_tokens": "environment",
+        "chunker": "flag",
+        "mode": "default",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "request_", "environ"),
+    [
+        ({"disable": True}, {"disable": False}, {}),
+        ({}, {"disable": True}, {"KVBOOST_DISABLE": "0"}),
+        ({}, {"disable": False}, {"KVBOOST_DISABLE": "1"}),
+    ],
+)
+def test_the_kill_switch_is_the_or_of_all_sources(flags: Any, request_: Any, environ: Any) -> None:
+    assert not resolve(flags, request_, environ).settings.enabled
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is not a model directory: it has no config\.json"):
+        KVBoost.from_pretrained(tmp_path)
+
+
+def test_a_damaged_model_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot load a causal language model"):
+        KVBoost.from_pretrained(tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_refused(shared_data: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "models" / "qwen2_tokenizer")
+    with pytest.raises(ModelError, match="do not belong together"):
+        KVBoost(build("llama"), tokenizer)
+
+
+class _Config:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "'yarn' without original_max_position_embeddings"),
+        ({"rope_type": "linear"}, "'linear' without factor"),
+        ({"type": "spiral"}, "rope_type is 'spiral', which is none of default, linear"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "'longrope' without long_factor"),
+    ],
+)
+def test_an_inconsistent_rotary_declaration_is_reported_by_field(parameters: Any, message: str) -> None:
+    assert any(message in p for p in declared.problems(_Config(rope_scaling=parameters)))
+
+
+def test_a_wrong_rotary_base_is_found_by_probing() -> None:
+    from families import build_fresh
+
+    model = build_fresh("llama")
+    model.config.rope_theta = 50_000.0
+    if hasattr(model.config, "rope_parameters"):
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 50_000.0}
+    kv = engine(model)
+    assert any("keys rotate with base 10000, but the config declares" in w for w in kv.support.warnings)
