@@ -16,6 +16,7 @@ SYSTEM = (
     "You are a careful software engineer. Several source files of one code base follow, each behind its number. "
     "Read all of them, then answer the question at the end in one short sentence.\n\n"
 )
+ORDER_QUESTION = "Question: name the files above in the order in which they stand, and what each is for.\nAnswer: 1."
 QUESTION = "Question: which of the files above reports errors to the caller, and how?\nAnswer:"
 
 
@@ -27,10 +28,20 @@ class DocumentSet:
     documents: list[torch.Tensor]
     question: torch.Tensor
 
-    def prompt(self, order: list[int], head: torch.Tensor | None = None) -> torch.Tensor:
+    def prompt(
+        self, order: list[int], head: torch.Tensor | None = None, question: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Token ids [1, T] of the documents in the given order."""
         front = [head] if head is not None else []
-        return torch.cat([*front, self.system, *(self.documents[i] for i in order), self.question], 1)
+        asked = self.question if question is None else question
+        return torch.cat([*front, self.system, *(self.documents[i] for i in order), asked], 1)
+
+    def quote(self, rng: random.Random, tokenizer: Any, size: int = 16) -> torch.Tensor:
+        """A question that only the documents answer: how does a passage, quoted from one of them, go on?"""
+        document = rng.choice(self.documents)
+        start = rng.randrange(30, document.shape[1] - 3 * size)
+        asked = encode("Question: how does the file go on after this passage?\nPassage: ", tokenizer)
+        return torch.cat([asked, document[:, start : start + size]], 1)
 
 
 def encode(text: str, tokenizer: Any) -> torch.Tensor:

@@ -16,6 +16,8 @@ from families import build_fresh, random_ids
 from kvboost import KVBoost
 from scenario import SMALL, greedy, join, logits, plain_logits, prompt, relative_error
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def model() -> Any:

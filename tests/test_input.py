@@ -143,3 +143,19 @@ def test_a_wrong_rotary_base_is_found_by_probing() -> None:
         model.config.rope_parameters = {"rope_type": "default", "rope_theta": 50_000.0}
     kv = engine(model)
     assert any("keys rotate with base 10000, but the config declares" in w for w in kv.support.warnings)
+
+
+def test_the_kill_switch_acts_even_when_other_settings_are_invalid() -> None:
+    environ = {"KVBOOST_DISABLE": "1", "KVBOOST_RECOMPUTE_STRATEGY": "magic"}
+    assert not resolve({"cache_bytes": 10}, {}, environ).settings.enabled
+
+
+def test_a_setting_that_is_read_once_cannot_be_changed_by_a_request() -> None:
+    with pytest.raises(SettingsError, match="cache_bytes is read when the engine is made"):
+        engine(build("llama")).generate([5] * 40, cache_bytes=1)
+
+
+def test_yarn_whose_original_length_was_filled_in_is_reported() -> None:
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    config = _Config(rope_scaling=parameters, max_position_embeddings=4096)
+    assert "without original_max_position_embeddings" in declared.problems(config)[0]

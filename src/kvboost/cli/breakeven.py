@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,9 +47,9 @@ def measure_costs(kv: KVBoost) -> list[RunCost]:
     context = min(CONTEXT_TOKENS, limit // 2)
     lengths = [n for n in RUN_TOKENS if context + n < limit]
     rows = sorted({1, 1 + head, *(1 + n for n in lengths)})
-    forward = _fastest({m: lambda m=m: _forward(kv, context, m) for m in rows})  # type: ignore[misc]
-    seconds = dict(zip(rows, np.maximum.accumulate([forward[m] for m in rows]).tolist()))
-    load = _fastest({n: lambda n=n: _load(kv, context, n) for n in lengths})  # type: ignore[misc]
+    forward = _fastest({m: partial(_forward, kv, context, m) for m in rows})
+    seconds = dict(zip(rows, np.maximum.accumulate([forward[m] for m in rows]).tolist(), strict=True))
+    load = _fastest({n: partial(_load, kv, context, n) for n in lengths})
     return [RunCost(n, seconds[1 + n] - seconds[1], load[n] + seconds[1 + min(n, head)] - seconds[1]) for n in lengths]
 
 

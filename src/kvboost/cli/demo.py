@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,18 +26,20 @@ if TYPE_CHECKING:
     from kvboost.engine import KVBoost
 
 NEW_TOKENS = 24
-COLUMNS = ("request", "full", "ours", "gain", "exact", "cont.", "moved", "rep.", "fresh", "answer")
+COLUMNS = ("request", "full s", "ours s", "gain", "exact", "cont", "moved", "rep.", "fresh", "answer")
 LEGEND = (
-    "full, ours: time to the first token of a full prefill, and of KVBoost. cont.: kept rows that were built on moved "
-    "text. rep.: moved rows that were computed again. ≠ at N: the answers part at token N."
+    "full, ours: seconds to the first token of a full prefill, and of KVBoost. cont: kept rows built on moved "
+    "text. rep.: moved rows that were computed again. ≠ N: the answers part at token N."
 )
 KINDS = ("exact", "continued", "moved", "repaired", "fresh")
-PAGE_COLUMNS = ("request", "full prefill", "KVBoost", "gain", *KINDS, "answer")
+PAGE_COLUMNS = ("request", "full prefill (s)", "KVBoost (s)", "gain", *KINDS, "answer")
 
 
 def run(
     model: ModelOption = None,
-    story: Annotated[Literal["logs", "review", "both"], typer.Option(help="Which story to play.")] = "logs",
+    story: Annotated[
+        Literal["logs", "review", "both"], typer.Option(metavar="logs|review|both", help="Which story to play.")
+    ] = "logs",
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the token map goes.")] = Path("kvboost-demo.html"),
     dtype: DTypeOption = "auto",
 ) -> None:
@@ -64,15 +68,20 @@ def _play(kv: KVBoost, story: Story, other: Story) -> list[Outcome]:
     from kvboost.demo.story import make_requests
 
     kv.invalidate()  # every story starts cold
-    requests = make_requests(story, other, lambda system, user: converse(kv, user, system))
+    requests = list(make_requests(story, other, lambda system, user: converse(kv, user, system)))
     out.print(Text(f"\n{story.title}", style="bold"))
     table = make_table(*COLUMNS, numbers=range(1, 9))
+    table.columns[0].no_wrap = True
+    bar = Progress(TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+    task = bar.add_task(requests[0].shows, total=len(requests))
     played: list[Outcome] = []
-    with Live(table, console=out, auto_refresh=False) as live:
+    with Live(Group(table, bar), console=out, refresh_per_second=4) as live:
         for outcome in play(kv, requests, **greedy(kv, NEW_TOKENS)):
             played.append(outcome)
             table.add_row(*_cells(outcome))
-            live.refresh()
+            coming = requests[len(played)].shows if len(played) < len(requests) else ""
+            bar.update(task, advance=1, description=coming)
+        live.update(table, refresh=True)
     out.print()
     return played
 
@@ -82,11 +91,11 @@ def _cells(outcome: Outcome) -> list[str | Text]:
     apart = outcome.first_difference
     return [
         outcome.request.shows,
-        f"{outcome.full.report.ttft_s:.2f} s",
-        f"{report.ttft_s:.2f} s",
+        f"{outcome.full.report.ttft_s:.2f}",
+        f"{report.ttft_s:.2f}",
         f"{outcome.speedup:.1f}x",
         *(f"{getattr(report, f'{kind}_tokens'):,}" for kind in KINDS),
-        Text("same", "green") if apart is None else Text(f"≠ at {apart + 1}", "yellow"),
+        Text("same", "green") if apart is None else Text(f"≠ {apart + 1}", "yellow"),
     ]
 
 

@@ -40,6 +40,7 @@ class Diagnosis:
     self_check: dict[str, float]
     self_check_tolerance: float
     warnings: list[str]
+    min_run_tokens: int  # the setting: shorter moved runs are computed
     break_even_tokens: int | None = None
     run_costs: list[dict[str, float]] = field(default_factory=list)  # what `break_even_tokens` was found from
 
@@ -66,6 +67,7 @@ def diagnose(kv: KVBoost, name: str) -> Diagnosis:
         self_check=dict(support.errors),
         self_check_tolerance=TOLERANCE.get(model.dtype, COARSE_TOLERANCE),
         warnings=list(support.warnings),
+        min_run_tokens=kv.settings().min_run_tokens,
     )
     if not found.limited:
         costs = measure_costs(kv)
@@ -90,7 +92,7 @@ def _layers(layers: Iterable[LayerLayout], *, probed: bool) -> list[dict[str, An
         rotary = _rotary(layer.rotary[0]) if probed else ("not probed", None, None)
         kinds.setdefault((layer.window, layer.num_kv_heads, layer.key_dim, layer.value_dim, *rotary), []).append(i)
     names = ("window", "kv_heads", "key_dim", "value_dim", "rotary", "rotated_dims", "base")
-    return [{"layers": ranges(members), **dict(zip(names, kind))} for kind, members in kinds.items()]
+    return [{"layers": ranges(members), **dict(zip(names, kind, strict=True))} for kind, members in kinds.items()]
 
 
 def _rotary(spec: RotarySpec) -> tuple[str, str | None, float | None]:

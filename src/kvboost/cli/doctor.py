@@ -89,7 +89,7 @@ def _break_even(found: Diagnosis) -> str:
     return (
         f"about {found.break_even_tokens} tokens: longer moved runs are cheaper to reuse and repair than to compute "
         f"({example['tokens']:.0f} tokens: {seconds_text(example['reuse_s'])} against "
-        f"{seconds_text(example['compute_s'])})"
+        f"{seconds_text(example['compute_s'])}); the setting min_run_tokens is {found.min_run_tokens}"
     )
 
 

@@ -11,15 +11,16 @@ import typer
 from kvboost.cli.console import err, out, print_json, step
 from kvboost.cli.models import DTypeOption, ModelOption, converse, open_engine, read_texts
 from kvboost.cli.reports import report_json, report_table
+from kvboost.errors import InputError
 
 if TYPE_CHECKING:
     from kvboost.engine import Generation, KVBoost
 
 FidelityOption = Annotated[
     Literal["exact", "balanced", "fast"] | None,
-    typer.Option(help="exact: no moved text is reused. Default: the setting in force."),
+    typer.Option(metavar="exact|balanced|fast", help="exact: no moved text is reused. Default: the setting in force."),
 ]
-NewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+NewTokensOption = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate at most.")]
 
 
 def run(
@@ -29,7 +30,9 @@ def run(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False,
     max_new_tokens: NewTokensOption = 128,
     fidelity: FidelityOption = None,
-    warm: Annotated[list[Path] | None, typer.Option(help="Text file to warm first; may be repeated.")] = None,
+    warm: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Text file to warm first; may be repeated.")
+    ] = None,
     report: Annotated[bool, typer.Option("--report", help="Print on stderr what was reused.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print answer and report as JSON.")] = False,
 ) -> None:
@@ -38,6 +41,8 @@ def run(
     The cache lives in this process, so a single call reuses only what --warm computed before.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise InputError("the prompt is empty; pass at least one word")
     documents = read_texts(warm or [])
     kv = open_engine(model, dtype)
     settings = {} if fidelity is None else {"fidelity": fidelity}

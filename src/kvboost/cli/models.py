@@ -18,10 +18,11 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="PATH", help="Model directory or hub name. Default: SmolLM2-135M-Instruct."),
+    typer.Option("--model", metavar="NAME", help="Model directory or hub name. Default: SmolLM2-135M-Instruct."),
 ]
 DTypeOption = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: as stored.")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(metavar="auto|float32|bfloat16|float16", help="Type of the weights; auto: as stored."),
 ]
 
 

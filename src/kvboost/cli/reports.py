@@ -23,7 +23,7 @@ def report_table(report: ReuseReport) -> Table:
     table = make_table("rows", "tokens", "step", "time", numbers=(1, 3))
     kinds = ("prompt", "exact", "continued", "moved", "repaired", "fresh", "written")
     times = ("lookup", "load", "shift", "select", "prefill", "capture", "ttft")
-    for kind, time in zip(kinds, times):
+    for kind, time in zip(kinds, times, strict=True):
         count = f"{getattr(report, f'{kind}_tokens'):,}"
         table.add_row(kind, count, time, seconds_text(getattr(report, f"{time}_s")))
     loaded = sum(report.bytes_by_tier.values())

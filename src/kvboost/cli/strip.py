@@ -20,7 +20,8 @@ STYLE = {
     "repaired": "black on yellow",
     "fresh": "default",
 }
-EXCERPT = 100
+MIN_EXCERPT = 20
+OTHER_COLUMNS = 46  # width of the run table without its last column
 
 
 class TokenStrip:
@@ -43,31 +44,30 @@ class TokenStrip:
                 letters.append(LETTER[token.kind], STYLE[token.kind])
         yield letters
         yield Text()
-        yield _run_table(self._chunks)
+        yield _run_table(self._chunks, max(MIN_EXCERPT, options.max_width - OTHER_COLUMNS))
 
 
-def _run_table(chunks: Sequence[MappedChunk]) -> Table:
+def _run_table(chunks: Sequence[MappedChunk], excerpt: int) -> Table:
     """One line per run: neighbouring chunks of one kind that moved together."""
     table = make_table("kind", "tokens", "from", "shift", "again", "text", numbers=range(1, 5))
-    table.columns[5].no_wrap, table.columns[5].overflow, table.columns[5].ratio = True, "ellipsis", 1
     for _, group in groupby(chunks, lambda c: (c.kind, c.shift if c.kind == "moved" else 0)):
-        table.add_row(*_run_cells(list(group)))
+        table.add_row(*_run_cells(list(group), excerpt))
     return table
 
 
-def _run_cells(run: Sequence[MappedChunk]) -> tuple[str | Text, ...]:
+def _run_cells(run: Sequence[MappedChunk], excerpt: int) -> tuple[str | Text, ...]:
     first, last = run[0], run[-1]
     source, shift, again = "-", "-", "-"
     if first.kind != "fresh":
         source, shift = str(first.source), f"{first.shift:+d}" if first.shift else "0"
     if first.kind == "moved":
         again = str(sum(c.repaired for c in run))
-    excerpt = " ".join("".join(c.text for c in run).split())[:EXCERPT]
+    text = " ".join("".join(c.text for c in run).split())[:excerpt]
     return (
         Text(first.kind, STYLE[first.kind]),
         f"{first.span.start}-{last.span.stop - 1}",
         source,
         shift,
         again,
-        excerpt,
+        Text(text),
     )

@@ -19,9 +19,12 @@ def run(
     model: ModelOption = None,
     dtype: DTypeOption = "auto",
     context: Annotated[
-        str | None, typer.Option(help="Text that stands before each file. Default: the template's system prompt.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Text that stands before each file. Default: the template's system prompt."),
     ] = None,
-    then: Annotated[str | None, typer.Option(help="Then answer this question about all files.")] = None,
+    then: Annotated[
+        str | None, typer.Option(metavar="QUESTION", help="Then answer this question about all files.")
+    ] = None,
     max_new_tokens: NewTokensOption = 128,
 ) -> None:
     """Compute the KV of text files and report what is kept.
@@ -31,7 +34,7 @@ def run(
     texts = read_texts(files)
     kv = open_engine(model, dtype)
     table = make_table("file", "tokens", "reused", "kept", "chunks", "size", "time", numbers=range(1, 7))
-    for path, text in zip(files, texts):
+    for path, text in zip(files, texts, strict=True):
         before = kv.store.stats()
         with step(f"warming {path.name}"):
             report = kv.warm(text, context)

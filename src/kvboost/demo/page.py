@@ -11,9 +11,11 @@ from kvboost.demo.tokenmap import LETTER, MEANING, MappedChunk
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --dim: #57606a; --line: #d0d7de;
-  --exact: #c3e8c8; --continued: #bfe3e6; --moved: #c9dcfb; --repaired: #ffd58a; --fresh: transparent; --mark: #1b1f24; --rule: #6e7781 }
+  --exact: #c3e8c8; --continued: #bfe3e6; --moved: #c9dcfb; --repaired: #ffd58a; --fresh: transparent;
+  --mark: #1b1f24; --rule: #6e7781 }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0f1419; --dim: #9aa5b1; --line: #30363d;
-  --exact: #1d4a2a; --continued: #144a50; --moved: #1f3d6e; --repaired: #7a4f00; --mark: #e6edf3; --rule: #8b949e } }
+  --exact: #1d4a2a; --continued: #144a50; --moved: #1f3d6e; --repaired: #7a4f00;
+  --mark: #e6edf3; --rule: #8b949e } }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 68rem; padding: 1rem 1rem 7rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif }
@@ -38,7 +40,8 @@ th { color: var(--dim) } th:first-child, td:first-child { padding-left: 0 }
 .moved { background: var(--moved) } .repaired { background: var(--repaired) } .fresh { background: var(--fresh) }
 .t { border-bottom: 2px solid transparent; padding: .1em 0 }
 .t.exact { border-bottom: 2px solid var(--rule) } .t.continued { border-bottom: 3px double var(--rule) }
-.t.moved { border-bottom: 2px dashed var(--rule) } .t.repaired { border-bottom: 2px dotted var(--rule); font-weight: 700 }
+.t.moved { border-bottom: 2px dashed var(--rule) }
+.t.repaired { border-bottom: 2px dotted var(--rule); font-weight: 700 }
 .key { padding: 0 .4rem; border: 1px solid var(--line) }
 .key.t { border-width: 1px 1px 3px }
 .chunk::before { content: attr(data-letter); font: 700 .65rem/1 ui-monospace, monospace; vertical-align: .5em;
@@ -48,7 +51,8 @@ th { color: var(--dim) } th:first-child, td:first-child { padding-left: 0 }
   bottom: 0; padding: .8rem 1rem; background: var(--ink); color: var(--paper); font: 1rem/1.4 system-ui, sans-serif;
   white-space: normal }
 .map:has(.chunk:hover) .chunk:focus:not(:hover)::after { content: none }
-@media print { .t, .bar i { print-color-adjust: exact; -webkit-print-color-adjust: exact } body { padding-bottom: 1rem } }
+@media print { .t, .bar i { print-color-adjust: exact; -webkit-print-color-adjust: exact }
+  body { padding-bottom: 1rem } }
 """
 
 
@@ -95,7 +99,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     head, *rest = rows
     cells = "".join(f"<th>{escape(c)}</th>" for c in head)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in rest)
-    return f'<div class="wide" tabindex="0" role="region" aria-label="All requests"><table><tr>{cells}</tr>{lines}</table></div>'
+    region = '<div class="wide" tabindex="0" role="region" aria-label="All requests">'
+    return f"{region}<table><tr>{cells}</tr>{lines}</table></div>"
 
 
 def _chunk(chunk: MappedChunk) -> str:

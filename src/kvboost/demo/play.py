@@ -45,5 +45,5 @@ def play(kv: KVBoost, requests: Iterable[Request], **generation: Any) -> Iterato
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index at which two answers part, None if they are equal."""
-    common = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return None if len(a) == len(b) == common else common

@@ -13,9 +13,9 @@ from kvboost.demo.story import Story
 def load_stories() -> tuple[Story, ...]:
     """Log triage and code review, with five documents and five questions each."""
     folder = files("kvboost.demo")
-    stories = json.loads(folder.joinpath("stories.json").read_text(encoding="utf-8"))
+    stories = json.loads((folder / "stories.json").read_text(encoding="utf-8"))
     for story in stories:
-        texts = [folder.joinpath("documents", story["name"], f"{name}.txt") for name in story["documents"]]
+        texts = [folder / "documents" / story["name"] / f"{name}.txt" for name in story["documents"]]
         story["documents"] = tuple(text.read_text(encoding="utf-8").strip() for text in texts)
         story["questions"] = tuple(story["questions"])
     return tuple(Story(**story) for story in stories)

@@ -1,0 +1,163 @@
+"""How true reuse is, on real weights: KL(full prefill || ours) over the full prefill's own next 32 tokens.
+
+    kvboost bench fidelity [--model DIR | --gemma] [--prompts 12] [--tokens 1500] [--dtype float32]
+
+Documents are captured online, in one order, inside an ordinary request; then the same documents are asked about in
+another order: half of the prompts quote a passage and ask how it goes on, half ask about the order. Each method scores the same teacher-forced continuation: the 32 tokens that a full prefill generates
+greedily. *unshifted* serves moved keys without rotating them: it shows what the shift is worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from prompts import ORDER_QUESTION, document_sets, encode, shuffled
+from rich.console import Console
+from rich.table import Table
+
+import kvboost
+from kvboost import KVBoost
+from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
+
+CONTINUATION = 32
+METHODS: dict[str, dict[str, Any]] = {
+    "unshifted keys": {"recompute_strategy": "none"},
+    "none (shift only)": {"recompute_strategy": "none"},
+    "epic, k = 8": {"recompute_strategy": "epic", "recompute_head_tokens": 8},
+    "epic, 15 % of rows": {"recompute_strategy": "epic", "recompute_head_tokens": 45},
+}
+
+
+@contextlib.contextmanager
+def unshifted() -> Iterator[None]:
+    """Moved rows are copied as they were computed."""
+    with mock.patch("kvboost.hf.load._shift_on_device", lambda rows, old, new, spec, out: out.copy_(rows)):
+        yield
+
+
+def divergence(truth: torch.Tensor, ours: torch.Tensor) -> dict[str, float]:
+    """Mean KL over the continuation, share of equal top tokens, index of the first that differs."""
+    p, q = truth.log_softmax(-1), ours.log_softmax(-1)
+    same = p.argmax(-1) == q.argmax(-1)
+    first = int((~same).nonzero()[0]) if not bool(same.all()) else len(same)
+    return {
+        "kl": (p.exp() * (p - q)).sum(-1).mean().item(),
+        "top1": same.float().mean().item(),
+        "first_divergence": float(first),
+    }
+
+
+def measure(kv: KVBoost, num_prompts: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
+    """Per method, one result per prompt."""
+    results: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for number, documents in enumerate(document_sets(kv.tokenizer, num_tokens, 300, num_prompts, seed=1)):
+        kv.invalidate()
+        rng = random.Random(number)
+        quoting = number % 2 == 0
+        question = documents.quote(rng, kv.tokenizer) if quoting else encode(ORDER_QUESTION, kv.tokenizer)
+        captured = documents.prompt(list(range(len(documents.documents))))
+        kv.generate(captured, max_new_tokens=1, do_sample=False)
+        moved = documents.prompt(shuffled(len(documents.documents), rng), question=question)
+        for name, ids in (("exact hits only", captured), ("moved", moved)):
+            answer = continuation(kv, ids)
+            truth, _ = kv.score(ids, answer, disable=True)
+            methods = METHODS if name == "moved" else {name: {}}
+            for method, settings in methods.items():
+                with unshifted() if method == "unshifted keys" else contextlib.nullcontext():
+                    ours, report = kv.score(ids, answer, **settings)
+                charged = {"charged": report.charged_budget, "moved": float(report.moved_tokens)}
+                result = divergence(truth, ours) | charged
+                results[method].append(result)
+                if name == "moved":
+                    results[f"{method}, {'quoting' if quoting else 'order'}"].append(result)
+        print(f"prompt {number + 1} of {num_prompts}", file=sys.stderr)
+    return results
+
+
+def continuation(kv: KVBoost, ids: torch.Tensor) -> torch.Tensor:
+    """The full prefill's own greedy tokens [1, 32]."""
+    out = kv.generate(ids, max_new_tokens=CONTINUATION, min_new_tokens=CONTINUATION, do_sample=False, disable=True)
+    return torch.tensor([out.token_ids])
+
+
+def summary(method: str, rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Mean, 95th percentile and worst KL; means of the rest."""
+    kl = sorted(r["kl"] for r in rows)
+    return {
+        "method": method,
+        "prompts": len(rows),
+        "kl_mean": statistics.mean(kl),
+        "kl_p95": kl[min(len(kl) - 1, int(0.95 * len(kl)))],
+        "kl_worst": kl[-1],
+        "top1": statistics.mean(r["top1"] for r in rows),
+        "first_divergence": statistics.mean(r["first_divergence"] for r in rows),
+        "charged": statistics.mean(r["charged"] for r in rows),
+        "moved": statistics.mean(r["moved"] for r in rows),
+    }
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """Prints the table."""
+    table = Table(title=title)
+    for column in ("method", "prompts", "KL mean", "KL p95", "KL worst", "top-1", "first differs", "charged"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for r in rows:
+        table.add_row(
+            r["method"],
+            str(r["prompts"]),
+            *(f"{r[k]:.2g}" if r[k] < 1e-3 else f"{r[k]:.4f}" for k in ("kl_mean", "kl_p95", "kl_worst")),
+            f"{r['top1']:.1%}",
+            f"{r['first_divergence']:.1f} / {CONTINUATION}",
+            f"{r['charged']:.1%}",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Runs the benchmark and ends with one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="model directory; default: the embedded SmolLM2-135M-Instruct")
+    parser.add_argument("--gemma", action="store_true", help="the embedded Gemma 3 270M instead")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    embedded = GEMMA3 if arguments.gemma else SMOLLM2
+    kv = KVBoost.from_pretrained(arguments.model or ensure(embedded), dtype=getattr(torch, arguments.dtype))
+    results = measure(kv, arguments.prompts, arguments.tokens)
+    rows = [summary(method, values) for method, values in results.items()]
+    name = arguments.model or embedded.name
+    show(rows, f"{name}, {arguments.dtype}, reordered documents captured online, about {arguments.tokens} tokens")
+    line = json.dumps(
+        {
+            "benchmark": "fidelity",
+            "model": Path(name).name,
+            "dtype": arguments.dtype,
+            "tokens": arguments.tokens,
+            "versions": {m.__name__: m.__version__ for m in (kvboost, torch, transformers)},
+            "rows": [{k: round(v, 7) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+        }
+    )
+    if arguments.out:
+        with arguments.out.open("a") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
