@@ -19,8 +19,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from families import BY_NAME, SUPPORTED_HERE  # noqa: E402
-from matrix import (  # noqa: E402
+from families import BY_NAME, SUPPORTED_HERE
+from matrix import (
     LONGER,
     REORDERED,
     Cell,
@@ -31,7 +31,7 @@ from matrix import (  # noqa: E402
     shift_error,
     yardstick,
 )
-from scenario import engine  # noqa: E402
+from scenario import engine
 
 HEADER = """# Exactness matrix
 

@@ -3,8 +3,9 @@
     kvboost bench fidelity [--model DIR | --gemma] [--prompts 12] [--tokens 1500] [--dtype float32]
 
 Documents are captured online, in one order, inside an ordinary request; then the same documents are asked about in
-another order: half of the prompts quote a passage and ask how it goes on, half ask about the order. Each method scores the same teacher-forced continuation: the 32 tokens that a full prefill generates
-greedily. *unshifted* serves moved keys without rotating them: it shows what the shift is worth.
+another order: half of the prompts quote a passage and ask how it goes on, half ask about the order. Each method scores
+the same teacher-forced continuation: the 32 tokens that a full prefill generates greedily. *unshifted* serves moved
+keys without rotating them: it shows what the shift is worth.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from unittest import mock
 
 import torch
 import transformers
-from prompts import ORDER_QUESTION, document_sets, encode, shuffled
 from rich.console import Console
 from rich.table import Table
 
 import kvboost
 from kvboost import KVBoost
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
+from prompts import ORDER_QUESTION, document_sets, encode, shuffled
 
 CONTINUATION = 32
 METHODS: dict[str, dict[str, Any]] = {

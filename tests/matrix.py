@@ -1,5 +1,8 @@
-"""The measurements of the exactness matrix, one function each; `test_families.py` asserts them, `benchmarks/exactness.py`
-writes them down. An error is the largest difference over the largest value."""
+"""The measurements of the exactness matrix, one function each.
+
+`test_families.py` asserts them, `benchmarks/exactness.py` writes them down. An error is the largest difference over
+the largest value.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from families import BY_NAME, Family, build, random_ids
-from scenario import engine, greedy, join, logits, plain_logits, prompt, relative_error
 from transformers import PreTrainedModel
 
+from families import BY_NAME, Family, build, random_ids
 from kvboost import ReuseReport
 from kvboost.hf import compat, probe
 from kvboost.hf.load import load_rows
 from kvboost.types import Kind
+from scenario import engine, greedy, join, logits, plain_logits, prompt, relative_error
 
 MIXTURES = {"mixtral", "qwen3-moe", "deepseek-v3"}  # in 16 bit a router tie may go the other way: float32 only
 REORDERED = prompt("3120", head=random_ids(47, seed=5))

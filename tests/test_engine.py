@@ -11,7 +11,6 @@ import torch
 from families import build, build_fresh, random_ids
 from kvboost import KVBoost
 from kvboost.types import Kind, Lineage
-
 from scenario import SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
 
 pytestmark = pytest.mark.smoke

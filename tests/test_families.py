@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from families import BY_NAME, LONGROPE_BOUNDARY, MOVABLE, SUPPORTED_HERE, Family, build, build_fresh, random_ids
 from matrix import LONGER, REORDERED, Cell, cells, exact_prefix, full_repair, no_reuse_error, shift_error, yardstick
 from scenario import engine, greedy, logits, plain_logits, prompt, relative_error

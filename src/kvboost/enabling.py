@@ -9,6 +9,7 @@ from kvboost.engine import KVBoost
 from kvboost.hf.compat import PreTrainedModel
 
 _ENGINE = "_kvboost_engine"
+_FORMER = "_kvboost_former"
 
 
 def enable(model: PreTrainedModel, tokenizer: Any = None, **flags: Any) -> KVBoost:
@@ -38,7 +39,8 @@ def disable(model: PreTrainedModel) -> None:
     current = model.__dict__.get("generate")
     if not hasattr(current, _ENGINE):
         return
-    if current._former is None:
+    former = vars(current)[_FORMER]
+    if former is None:
         del model.generate
     else:
-        model.generate = current._former
+        model.generate = former

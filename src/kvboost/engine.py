@@ -8,12 +8,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,9 @@ from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
 from kvboost.planning import Limits, Prompt, make_plan, without_records
 from kvboost.repair import STRATEGIES
+from kvboost.stats import EngineStats
 from kvboost.store import MemoryTier, Tier
-from kvboost.types import ChunkHeader, ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport, Segment, Span
+from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
 
@@ -50,16 +49,6 @@ class Generation:
     report: ReuseReport
     plan: ReusePlan
     output: Any
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the engine was made."""
-
-    requests: int = 0
-    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by kind, and `repaired`
-    chunk_hits: Counter[str] = field(default_factory=Counter)  # served segments by kind
-    fallbacks: Counter[str] = field(default_factory=Counter)  # requests by reason
 
 
 @dataclass(slots=True)
@@ -101,7 +90,6 @@ class KVBoost:
             self.support: ModelSupport = inspect_model(model)
         self.store: Tier = store or MemoryTier(effective.cache_bytes, max_variants=effective.max_variants)
         self.stats = EngineStats()
-        self._stats_lock = threading.Lock()
         self._fingerprint = Fingerprint(model, tokenizer)
         self._separators = Separators.from_tokenizer(tokenizer)
         self._chunkers: dict[tuple[object, ...], Chunker] = {}
@@ -153,7 +141,7 @@ class KVBoost:
         reason = "positional arguments after the prompt" if len(args) > 1 else None
         reason = reason or self._refusal(self.settings(), input_ids, rest)
         if reason is not None:
-            self._note_fallback(reason)
+            self.stats.count_fallback(reason)
             return self._transformers_generate(*args, **kwargs)
         return self._serve(input_ids, rest, {}, started)[0]
 
@@ -181,7 +169,7 @@ class KVBoost:
         input_ids = prompts.encode_document(text, context, self.tokenizer, self.model, SINK_TOKENS)
         reason = self._refusal(settings, input_ids, {})
         if reason is not None:
-            self._note_fallback(reason)
+            self.stats.count_fallback(reason)
             return ReuseReport(input_ids.shape[1], fresh_tokens=input_ids.shape[1], fallback=reason)
         prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
         stock_prefill(
@@ -250,12 +238,12 @@ class KVBoost:
         started: float,
     ) -> tuple[Any, ReuseReport, ReusePlan]:
         """The request as transformers would run it without us."""
-        self._note_fallback(reason)
+        self.stats.count_fallback(reason)
         output = self._transformers_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
         size = int(input_ids.shape[-1])
         report = ReuseReport(size, fresh_tokens=size, fallback=reason)
         ttft_s = (clock.first_token_at or time.perf_counter()) - started
-        return output, replace(report, ttft_s=ttft_s), ReusePlan(size, (Segment(Span(0, size), Kind.FRESH),))
+        return output, replace(report, ttft_s=ttft_s), ReusePlan.nothing(size)
 
     def _refusal(self, settings: Settings, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache does not serve this request, or None."""
@@ -288,12 +276,12 @@ class KVBoost:
             looked_up = time.perf_counter()
             plan = replace(plan, repaired=STRATEGIES[settings.recompute_strategy](plan, settings))
             selected = time.perf_counter()
-            served = _nothing(plan) if settings.mode == "observe" else plan
+            served = ReusePlan.nothing(plan.num_tokens) if settings.mode == "observe" else plan
             cache, times, prefill_s = self._forward(served, records, input_ids, settings)
             sources = {i: r.header for i, r in records.items()}
             loaded = sum(record.num_bytes for record in records.values())
         report = replace(
-            _count(plan),
+            ReuseReport.of(plan),
             bytes_by_tier={self.store.name: loaded},
             lookup_s=looked_up - began,
             load_s=times.load_s,
@@ -361,7 +349,7 @@ class KVBoost:
             capture_s=time.perf_counter() - began,
             ttft_s=first_token_at - started,
         )
-        self._note(report, prefilled.plan)
+        self.stats.count_served(prefilled.plan, report.fallback)
         return report
 
     def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings) -> int:
@@ -429,23 +417,6 @@ class KVBoost:
             return [f"only exact prefixes are reused for this model: {self.support.moved_refused}"]
         return []
 
-    def _note(self, report: ReuseReport, plan: ReusePlan) -> None:
-        with self._stats_lock:
-            self.stats.requests += 1
-            if report.fallback is not None:
-                self.stats.fallbacks[report.fallback] += 1
-            self.stats.tokens["repaired"] += len(plan.repaired)
-            for kind in Kind:
-                self.stats.tokens[kind.value] += plan.count(kind)
-            self.stats.chunk_hits.update(s.kind.value for s in plan if s.kind is not Kind.FRESH)
-
-    def _note_fallback(self, reason: str) -> None:
-        with self._stats_lock:
-            self.stats.requests += 1
-            self.stats.fallbacks[reason] += 1
-            first = self.stats.fallbacks[reason] == 1
-        logger.log(logging.WARNING if first else logging.DEBUG, "request goes to transformers unchanged: %s", reason)
-
 
 def _tokens(input_ids: torch.Tensor) -> Int32Array:
     return input_ids[0].to("cpu", torch.int32).numpy().astype(np.int32)
@@ -470,21 +441,3 @@ def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: 
         if (source := records[i].header.source) is None or source.record_id in records
     }
     return plan if alive == wanted else without_records(plan, wanted - alive, allow_gaps=allow_gaps)
-
-
-def _nothing(plan: ReusePlan) -> ReusePlan:
-    return ReusePlan(plan.num_tokens, (Segment(Span(0, plan.num_tokens), Kind.FRESH),), plan.found_tokens)
-
-
-def _count(plan: ReusePlan) -> ReuseReport:
-    fresh = plan.count(Kind.FRESH)
-    recomputed = len(plan.repaired) + max(0, plan.found_tokens - (plan.num_tokens - fresh))
-    return ReuseReport(
-        plan.num_tokens,
-        exact_tokens=plan.count(Kind.EXACT),
-        continued_tokens=plan.count(Kind.CONTINUED),
-        moved_tokens=plan.count(Kind.MOVED),
-        repaired_tokens=len(plan.repaired),
-        fresh_tokens=fresh,
-        charged_budget=recomputed / plan.found_tokens if plan.found_tokens else 0.0,
-    )

@@ -150,6 +150,11 @@ class ReusePlan:
     found_tokens: int = 0  # rows that the cache offered before planning dropped short spans
     repaired: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))  # sorted positions
 
+    @classmethod
+    def nothing(cls, num_tokens: int) -> ReusePlan:
+        """A plan that reuses nothing."""
+        return cls(num_tokens, (Segment(Span(0, num_tokens), Kind.FRESH),))
+
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)
 
@@ -218,6 +223,21 @@ class ReuseReport:
     capture_s: float = 0.0  # storing the new rows, after the answer
     ttft_s: float = 0.0  # from the call to the first token
     fallback: str | None = None  # why (a part of) the cache was not used
+
+    @classmethod
+    def of(cls, plan: ReusePlan) -> ReuseReport:
+        """The counts of a plan."""
+        fresh = plan.count(Kind.FRESH)
+        recomputed = len(plan.repaired) + max(0, plan.found_tokens - (plan.num_tokens - fresh))
+        return cls(
+            plan.num_tokens,
+            exact_tokens=plan.count(Kind.EXACT),
+            continued_tokens=plan.count(Kind.CONTINUED),
+            moved_tokens=plan.count(Kind.MOVED),
+            repaired_tokens=len(plan.repaired),
+            fresh_tokens=fresh,
+            charged_budget=recomputed / plan.found_tokens if plan.found_tokens else 0.0,
+        )
 
     @property
     def reused_tokens(self) -> int:

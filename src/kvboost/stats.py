@@ -1,0 +1,42 @@
+"""What an engine counts. Plain numbers; `kvboost.metrics` reads them, nothing here knows about it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvboost.types import Kind, ReusePlan
+
+logger = logging.getLogger("kvboost")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was made. Thread-safe to write; a reader sees each counter whole."""
+
+    requests: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by kind, and `repaired`
+    chunk_hits: Counter[str] = field(default_factory=Counter)  # served segments by kind
+    fallbacks: Counter[str] = field(default_factory=Counter)  # requests by reason
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count_served(self, plan: ReusePlan, fallback: str | None) -> None:
+        """Counts a request that the cache served as `plan` says."""
+        with self._lock:
+            self.requests += 1
+            if fallback is not None:
+                self.fallbacks[fallback] += 1
+            for kind in Kind:
+                self.tokens[kind.value] += plan.count(kind)
+            self.tokens["repaired"] += len(plan.repaired)
+            self.chunk_hits.update(s.kind.value for s in plan if s.kind is not Kind.FRESH)
+
+    def count_fallback(self, reason: str) -> None:
+        """Counts a request that transformers serves alone; the first of a reason is logged as a warning."""
+        with self._lock:
+            self.requests += 1
+            self.fallbacks[reason] += 1
+            first = self.fallbacks[reason] == 1
+        logger.log(logging.WARNING if first else logging.DEBUG, "request goes to transformers unchanged: %s", reason)
