@@ -28,8 +28,7 @@ def enable(model: PreTrainedModel, tokenizer: Any = None, **flags: Any) -> KVBoo
     def generate(*args: Any, **kwargs: Any) -> Any:
         return engine.generate_like_transformers(args, kwargs)
 
-    setattr(generate, _ENGINE, engine)
-    generate._former = current
+    vars(generate).update({_ENGINE: engine, _FORMER: current})
     model.generate = generate
     return engine
 

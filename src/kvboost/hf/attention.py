@@ -35,6 +35,9 @@ PREFIX = "kvboost_"
 FAR = 1 << 24  # a position beyond every window, exact in float32
 
 
+MASK_CACHE_BYTES = 64 << 20  # masks of all blocks are kept for the next layer if they are no larger together
+
+
 @dataclass(slots=True)
 class Job:
     """What one selective forward needs: sorted positions of the query rows [m], and each layer's window."""
@@ -43,8 +46,41 @@ class Job:
     windows: Sequence[int | None] | None  # None: being probed, nothing is masked by window
     block: int = 128
     honour_softcap: bool = False
-    seen: list[tuple[int, int]] = field(default_factory=list)  # probing: (layer, index into `masks`)
-    masks: list[Callable[..., Any]] = field(default_factory=list)
+    seen: list[tuple[int, int]] = field(default_factory=list)  # probing: (layer, index into `rules`)
+    rules: list[Callable[..., Any]] = field(default_factory=list)  # probing: the model's own mask functions
+    _blocks: dict[int | None, list[Block]] = field(default_factory=dict)
+
+    def blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+        """The query blocks of a layer with this window; layers of one kind share them, masks too if they are small."""
+        if window in self._blocks:
+            return iter(self._blocks[window])
+        blocks = self._make_blocks(window, dtype)
+        if len(self.rows) * (int(self.rows[-1]) + 1) * dtype.itemsize > MASK_CACHE_BYTES:
+            return blocks
+        self._blocks[window] = list(blocks)
+        return iter(self._blocks[window])
+
+    def _make_blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+        positions = torch.arange(int(self.rows[-1]) + 1, device=self.rows.device)
+        for first in range(0, len(self.rows), self.block):
+            rows = self.rows[first : first + self.block]
+            stop = int(rows[-1]) + 1
+            start = 0 if window is None else max(0, int(rows[0]) - window + 1)
+            keys = positions[start:stop]
+            hidden = keys[None] > rows[:, None]
+            if window is not None:
+                hidden |= keys[None] <= rows[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=rows.device).masked_fill_(hidden, -torch.inf)
+            yield Block(slice(first, first + len(rows)), slice(start, stop), mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Query rows `queries` see the keys at `keys` through an additive `mask` [m, n]; -inf hides."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor
 
 
 _job: ContextVar[Job | None] = ContextVar("kvboost_attention_job", default=None)
@@ -103,8 +139,8 @@ def _mark(job: Job, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stands for a mask. Its only value tells a probe which mask function the layer was given."""
     function = kwargs.get("mask_function")
     if job.windows is None and function is not None:
-        job.masks.append(function)
-    return torch.full((1, 1, 1, 1), float(len(job.masks) - 1), device=job.rows.device)
+        job.rules.append(function)
+    return torch.full((1, 1, 1, 1), float(len(job.rules) - 1), device=job.rows.device)
 
 
 def _attend(
@@ -128,34 +164,17 @@ def _attend(
     if job.windows is None:
         job.seen.append((layer, int(attention_mask.max().item()) if attention_mask is not None else -1))
     window = job.windows[layer] if job.windows is not None else None
-    cap = softcap if job.honour_softcap else None
-    blocks = [
-        _attend_block(query[:, :, i : i + job.block], key, value, job.rows[i : i + job.block], window, scaling, cap)
-        for i in range(0, len(job.rows), job.block)
-    ]
-    return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None
-
-
-def _attend_block(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: torch.Tensor,
-    window: int | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    first, last = int(rows[0]), int(rows[-1])
-    start = 0 if window is None else max(0, first - window + 1)
-    key, value = key[:, :, start : last + 1], value[:, :, start : last + 1]
-    positions = torch.arange(start, last + 1, device=rows.device)
-    mask = positions[None] <= rows[:, None]
-    if window is not None:
-        mask &= positions[None] > rows[:, None] - window
-    groups = query.shape[1] // key.shape[1]
-    if softcap is not None:
-        return _soft_capped(query, key, value, mask, scaling, softcap, groups)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
+    parts = []
+    for block in job.blocks(window, query.dtype):
+        q, k, v = query[:, :, block.queries], key[:, :, block.keys], value[:, :, block.keys]
+        if softcap is not None and job.honour_softcap:
+            parts.append(_soft_capped(q, k, v, block.mask, scaling, softcap))
+        else:
+            grouped = q.shape[1] != k.shape[1]
+            parts.append(
+                F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scaling, enable_gqa=grouped)
+            )
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
 def _soft_capped(
@@ -165,13 +184,12 @@ def _soft_capped(
     mask: torch.Tensor,
     scaling: float | None,
     softcap: float,
-    groups: int,
 ) -> torch.Tensor:
     """Attention with capped logits (Gemma 2), which no fused kernel offers."""
+    groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
-    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    logits = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap + mask
     return torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype) @ value
 
 

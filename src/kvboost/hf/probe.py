@@ -87,7 +87,7 @@ def probe_windows(model: PreTrainedModel, num_layers: int) -> list[int | None]:
         raise UnsupportedModel(
             f"the attention of layer {missing[0]} does not go through transformers' attention and mask registries"
         )
-    windows = [attention.window_of(m) for m in job.masks]
+    windows = [attention.window_of(m) for m in job.rules]
     return [windows[masks[i]] for i in range(num_layers)]
 
 
