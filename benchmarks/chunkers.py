@@ -1,10 +1,11 @@
 """How much repeated text each chunker lets a cache find, beside the ideal.
 
-    PYTHONPATH=src python benchmarks/chunkers.py [--quick] [--chunkers fixed,content] [--traffic rag,logs]
+    kvboost bench chunkers [--quick] [--chunkers fixed,content] [--traffic rag,logs]
 
 Each traffic is a sequence of prompts, drawn from real texts with a fixed seed; every prompt is looked up in all prompts
 before it, with an endless cache. `whole` counts the tokens in chunks whose text was a chunk before, at any position.
-`extended` adds what comes of comparing tokens to the left and right of such a chunk. `ideal` is the share of tokens in
+`extended` adds what comes of comparing tokens to both sides of such a chunk. `planned` is what the engine's
+planner finds over chunks of that kind: chunks, sampled windows, and stored neighbours. `ideal` is the share of tokens in
 runs of 16 or more that stood anywhere before, `prefix` that of the longest common prefix. `tokens` is the mean size of
 a chunk, `ms/4k` the chunker's time per 4,096 tokens. No model runs, so nothing here tells what reuse costs in quality.
 """
@@ -28,10 +29,14 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ideal import Mask, RunIndex, common_prefix, ideal_prefix_reuse
+from kvboost.capture import cut, own_header
 from kvboost.chunking import Chunker, Separators, make_chunker
 from kvboost.config import Settings
 from kvboost.errors import SettingsError
-from kvboost.types import Int32Array, Span
+from kvboost.keys import KeySpace
+from kvboost.planning import Limits, Prompt, make_plan
+from kvboost.store import MemoryTier
+from kvboost.types import ChunkKV, Int32Array, Kind, Lineage, Span
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 SEED = 20240915
@@ -139,6 +144,7 @@ class Found:
 
     whole: int = 0
     extended: int = 0
+    planned: int = 0
     chunks: int = 0
     seconds: float = 0.0
 
@@ -158,6 +164,23 @@ def measure(chunker: Chunker, prompts: list[Int32Array], ideals: list[Mask]) -> 
             kept = copies[_name(prompt, span)]
             kept.append((prompt, span.start))
             del kept[:-KEPT_COPIES]
+    return found
+
+
+def planned(chunker: Chunker, prompts: list[Int32Array], ideals: list[Mask]) -> int:
+    """Tokens that the engine's own planner finds, with sampled windows; sinks and the live suffix are not moved."""
+    keys = KeySpace(secret="", fingerprint=b"", namespace="")
+    store, found = MemoryTier(1 << 40), 0
+    for tokens, ideal in zip(prompts, ideals, strict=True):
+        prompt = Prompt(tokens, chunker.split(tokens), keys)
+        plan = make_plan(prompt, store.find, Limits(min_moved_share=0))
+        for segment in plan:
+            span = segment.span
+            if segment.kind is not Kind.FRESH:
+                found += int(ideal[span.start : span.stop].sum())
+                continue
+            headers = [own_header(prompt, p, Lineage.BIT_EXACT) for p in cut(prompt.chunks, span.start, span.stop)]
+            store.put_many([ChunkKV(header, ()) for header in headers])
     return found
 
 
@@ -218,9 +241,11 @@ def run(names: list[str], traffic: list[str], limit: int) -> list[dict[str, Any]
         shares = {"traffic": kind, "prompts": len(prompts), "tokens": total, "prefix": prefix / total}
         for name, chunker in made.items():
             found = measure(chunker, prompts, ideals)
+            found.planned = planned(chunker, prompts, ideals)
             records.append(
                 shares
                 | {"chunker": name, "whole": found.whole / total, "extended": found.extended / total}
+                | {"planned": found.planned / total}
                 | {"ideal": anywhere / total, "chunk_tokens": total / found.chunks}
                 | {"ms_per_4k": 4096e3 * found.seconds / total}
             )
@@ -230,11 +255,11 @@ def run(names: list[str], traffic: list[str], limit: int) -> list[dict[str, Any]
 def show(records: list[dict[str, Any]]) -> None:
     """The table, then the records as one line of JSON."""
     table = Table("traffic", "chunker")
-    for title in ("whole", "extended", "ideal", "prefix", "tokens", "ms/4k"):
+    for title in ("whole", "extended", "planned", "ideal", "prefix", "tokens", "ms/4k"):
         table.add_column(title, justify="right")
     for i, r in enumerate(records):
         last = i + 1 == len(records) or records[i + 1]["traffic"] != r["traffic"]
-        shares = (f"{r[key]:.1%}" for key in ("whole", "extended", "ideal", "prefix"))
+        shares = (f"{r[key]:.1%}" for key in ("whole", "extended", "planned", "ideal", "prefix"))
         table.add_row(r["traffic"], r["chunker"], *shares, f"{r['chunk_tokens']:.0f}", f"{r['ms_per_4k']:.2f}")
         if last:
             table.add_section()

@@ -64,9 +64,9 @@ def test_a_converted_model_is_found_without_wheels_and_without_network(wheels: P
 
 
 def test_the_cache_is_keyed_by_the_major_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    monkeypatch.setattr(embedded.transformers, "__version__", "4.57.1")
     four = embedded.directory(embedded.SMOLLM2)
-    monkeypatch.setattr("transformers.__version__", "5.24.0")
+    monkeypatch.setattr(embedded.transformers, "__version__", "5.24.0")
     assert four.name.endswith("-tf4")
     assert embedded.directory(embedded.SMOLLM2) != four
 

@@ -42,7 +42,7 @@ def make_records(
             start = segment.span.start
             if segment.span.stop == num_rows:  # the tail: an earlier request may have generated the same
                 start = max(start, known_until(sequence, find, start, num_rows, lineage))
-            pieces = _cut(sequence.chunks, start, segment.span.stop)
+            pieces = cut(sequence.chunks, start, segment.span.stop)
             records += [_own_rows(sequence, piece, lineage, cache, layout) for piece in pieces]
         elif segment.kind is Kind.MOVED:
             lineage = Lineage.APPROXIMATE
@@ -62,14 +62,19 @@ def _through(plan: ReusePlan, num_rows: int) -> Iterator[Segment]:
             yield Segment(span, segment.kind, segment.record_id, segment.offset, segment.source_position)
 
 
-def _cut(chunks: list[Span] | tuple[Span, ...], start: int, stop: int) -> list[Span]:
+def cut(chunks: list[Span] | tuple[Span, ...], start: int, stop: int) -> list[Span]:
     """`[start, stop)` cut at the boundaries of `chunks`."""
     inner = sorted({c.start for c in chunks if start < c.start < stop})
     return [Span(a, b) for a, b in zip([start, *inner], [*inner, stop], strict=True) if b > a]
 
 
 def _own_rows(sequence: Prompt, span: Span, lineage: Lineage, cache: Cache, layout: KVLayout) -> ChunkKV:
-    header = ChunkHeader(
+    return ChunkKV(own_header(sequence, span, lineage), layout.gather(cache, span.start, span.stop))
+
+
+def own_header(sequence: Prompt, span: Span, lineage: Lineage) -> ChunkHeader:
+    """The header of a chunk that holds its own rows: every name under which it will be found."""
+    return ChunkHeader(
         _key(sequence, span),
         sequence.history.prefix_hash(span.start),
         span.start,
@@ -78,7 +83,6 @@ def _own_rows(sequence: Prompt, span: Span, lineage: Lineage, cache: Cache, layo
         context=frozenset(sequence.content_before(span.start)[-MAX_CONTEXT:]),
         anchors={name: at - span.start for at, name in sequence.anchors if at in span},
     )
-    return ChunkKV(header, layout.gather(cache, span.start, span.stop))
 
 
 def _link(
