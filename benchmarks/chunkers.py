@@ -2,12 +2,13 @@
 
     kvboost bench chunkers [--quick] [--chunkers fixed,content] [--traffic rag,logs]
 
-Each traffic is a sequence of prompts, drawn from real texts with a fixed seed; every prompt is looked up in all prompts
-before it, with an endless cache. `whole` counts the tokens in chunks whose text was a chunk before, at any position.
-`extended` adds what comes of comparing tokens to both sides of such a chunk. `planned` is what the engine's
-planner finds over chunks of that kind: chunks, sampled windows, and stored neighbours. `ideal` is the share of tokens in
-runs of 16 or more that stood anywhere before, `prefix` that of the longest common prefix. `tokens` is the mean size of
-a chunk, `ms/4k` the chunker's time per 4,096 tokens. No model runs, so nothing here tells what reuse costs in quality.
+Each traffic is a sequence of prompts, drawn from real texts with a fixed seed; every prompt is looked up in all
+prompts before it, with an endless cache. `whole` counts the tokens in chunks whose text was a chunk before, at any
+position. `extended` adds what comes of comparing tokens to both sides of such a chunk. `planned` is what the engine's
+planner finds over chunks of that kind: chunks, sampled windows, and stored neighbours. `ideal` is the share of tokens
+in runs of 16 or more that stood anywhere before, `prefix` that of the longest common prefix. `tokens` is the mean
+size of a chunk, `ms/4k` the chunker's time per 4,096 tokens. No model runs, so nothing here tells what reuse costs in
+quality.
 """
 
 from __future__ import annotations

@@ -64,23 +64,45 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: Style, 
     out_b.copy_((b * cos).addcmul_(a, sin))
 
 
-def shift(x: torch.Tensor, old: torch.Tensor, new: torch.Tensor, spec: RotarySpec, out: torch.Tensor) -> None:
-    """Writes `x`, rows computed at positions `old`, to `out` as if computed at `new`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """What moves rows from old to new positions: `cos`, `sin` float32 [n, R/2], or [L, 1, n, R/2] per layer."""
 
-    `x`, `out` [L, H, n, D] or [H, n, D]; `old`, `new` int64 [n]; `spec.inv_freq` [R/2] or [L, R/2]. The rounding of the
-    model's own angles is reproduced, so moved keys equal computed keys to the last bits in float32.
+    spec: RotarySpec
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
+        """Writes `x`, rotated as the given rows of this rotation, to `out`; both [L, H, n, D] or [H, n, D]."""
+        start, stop = self.spec.start, self.spec.start + 2 * self.spec.inv_freq.shape[-1]
+        out[..., :start].copy_(x[..., :start])
+        out[..., stop:].copy_(x[..., stop:])
+        cos, sin = self.cos[..., rows, :], self.sin[..., rows, :]
+        rotate(x[..., start:stop], cos, sin, self.spec.style, out[..., start:stop])
+
+
+def make_rotation(spec: RotarySpec, old: torch.Tensor, new: torch.Tensor) -> Rotation:
+    """The rotation from positions `old` to `new`, int64 [n]; `spec.inv_freq` is [R/2] or [L, R/2].
+
+    The rounding of the model's own angles is reproduced, so moved keys equal computed keys to the last bits in float32.
     """
-    if spec.style == "none" or torch.equal(old, new):
-        out.copy_(x)
-        return
-    delta = angles(new, spec.inv_freq) - angles(old, spec.inv_freq)
+    inv_freq = spec.inv_freq.to(new.device)
+    delta = angles(new, inv_freq) - angles(old, inv_freq)
     cos, sin = delta.cos().float(), delta.sin().float()
     if cos.dim() == 3:  # per layer: [L, n, R/2] -> [L, 1, n, R/2]
         cos, sin = cos[:, None], sin[:, None]
-    start, stop = spec.start, spec.start + 2 * spec.inv_freq.shape[-1]
-    out[..., :start].copy_(x[..., :start])
-    out[..., stop:].copy_(x[..., stop:])
-    rotate(x[..., start:stop], cos, sin, spec.style, out[..., start:stop])
+    return Rotation(spec, cos, sin)
+
+
+def shift(x: torch.Tensor, old: torch.Tensor, new: torch.Tensor, spec: RotarySpec, out: torch.Tensor) -> None:
+    """Writes `x`, rows computed at positions `old` int64 [n], to `out` as if computed at `new`.
+
+    `x`, `out` [L, H, n, D] or [H, n, D]. Equal positions mean no arithmetic.
+    """
+    if spec.style == "none" or torch.equal(old, new):
+        out.copy_(x)
+    else:
+        make_rotation(spec, old, new).apply(x, slice(None), out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

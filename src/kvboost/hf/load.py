@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.hf.layout import KVLayout, LayerGroup
-from kvboost.rotary import RotarySpec, shift
-from kvboost.types import ChunkKV, LayerKV, ReusePlan, Segment, Span
+from kvboost.hf.layout import KVLayout
+from kvboost.rotary import RotarySpec, Rotation, make_rotation
+from kvboost.types import ChunkKV, LayerKV, ReusePlan, Segment
 
 
 @dataclass(slots=True)
@@ -30,67 +30,77 @@ def load_rows(
 ) -> tuple[tuple[LayerKV, ...], LoadTimes]:
     """Allocates `num_rows` rows per layer group and fills those that the plan reuses; the others hold anything."""
     payload, times = layout.allocate(num_rows), LoadTimes()
-    for segment in plan:
-        if segment.record_id is not None and segment.span.start < num_rows:
-            _load_segment(segment, records, layout, regime, payload, times)
+    pieces = [_Piece.of(s, records) for s in plan if s.record_id is not None and s.span.start < num_rows]
+    for i, group in enumerate(layout.groups):
+        spec = group.rotary[regime]
+        began = time.perf_counter()
+        rotation = _rotation(pieces, spec, num_rows, layout.device)
+        times.shift_s += time.perf_counter() - began
+        for piece in pieces:
+            for slot in ("keys", "values"):
+                began = time.perf_counter()
+                moved = piece.is_moved and spec.slot == slot
+                piece.write(i, slot, payload[i], rotation if moved else None)
+                spent = time.perf_counter() - began
+                if moved and rotation is not None:
+                    times.shift_s += spent
+                else:
+                    times.load_s += spent
     return payload, times
 
 
-def _load_segment(
-    segment: Segment,
-    records: Mapping[bytes, ChunkKV],
-    layout: KVLayout,
-    regime: int,
-    payload: Sequence[LayerKV],
-    times: LoadTimes,
-) -> None:
-    record = records[segment.record_id or b""]
-    link = record.header.source
-    donor = record if link is None else records[link.record_id]
-    offset = segment.offset + (0 if link is None else link.offset)
-    for i, group in enumerate(layout.groups):
-        _copy(donor, i, offset, segment.span, group, regime, payload[i], times)
-        if record.header.rows is not None:
-            _overlay(record, i, segment, payload[i])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Rows of a prompt and the record whose rows serve them; a linked record takes them from its source."""
 
+    segment: Segment
+    record: ChunkKV
+    donor: ChunkKV
+    offset: int  # of the first row in the donor
 
-def _copy(
-    donor: ChunkKV,
-    index: int,
-    offset: int,
-    span: Span,
-    group: LayerGroup,
-    regime: int,
-    target: LayerKV,
-    times: LoadTimes,
-) -> None:
-    source, size = donor.payload[index], len(span)
-    position = donor.header.position + offset
-    spec = group.rotary[regime]
-    moved = position != span.start and spec.style != "none"
-    for slot in ("keys", "values"):
-        rows = getattr(source, slot)[:, :, offset : offset + size]
+    @classmethod
+    def of(cls, segment: Segment, records: Mapping[bytes, ChunkKV]) -> _Piece:
+        record = records[segment.record_id or b""]
+        link = record.header.source
+        if link is None:
+            return cls(segment, record, record, segment.offset)
+        return cls(segment, record, records[link.record_id], segment.offset + link.offset)
+
+    @property
+    def position(self) -> int:
+        """Where the first row was computed."""
+        return self.donor.header.position + self.offset
+
+    @property
+    def is_moved(self) -> bool:
+        return self.position != self.segment.span.start
+
+    def write(self, group: int, slot: str, target: LayerKV, rotation: Rotation | None) -> None:
+        """Copies or rotates one slot of one layer group to its place, then lays repaired rows of a link over it."""
+        span = self.segment.span
+        rows = getattr(self.donor.payload[group], slot)[:, :, self.offset : self.offset + len(span)]
         out = getattr(target, slot)[:, :, span.start : span.stop]
-        began = time.perf_counter()
-        if moved and spec.slot == slot:
-            _shift_on_device(rows, position, span.start, spec, out)
-            times.shift_s += time.perf_counter() - began
-        else:
+        if rotation is None:
             out.copy_(rows)
-            times.load_s += time.perf_counter() - began
+        else:
+            rotation.apply(rows.to(out.device), slice(span.start, span.stop), out)
+        if self.record.header.rows is not None:
+            self._overlay(group, slot, out)
+
+    def _overlay(self, group: int, slot: str, out: torch.Tensor) -> None:
+        rows = torch.from_numpy(self.record.header.rows).long() - self.segment.offset
+        wanted = (rows >= 0) & (rows < len(self.segment.span))
+        own = getattr(self.record.payload[group], slot)
+        out[:, :, rows[wanted].to(out.device)] = own[:, :, wanted.to(own.device)].to(out.device)
 
 
-def _shift_on_device(rows: torch.Tensor, old: int, new: int, spec: RotarySpec, out: torch.Tensor) -> None:
-    steps = torch.arange(rows.shape[2], device=out.device)
-    here = RotarySpec(spec.style, spec.inv_freq.to(out.device), spec.start, spec.slot)
-    shift(rows.to(out.device), steps + old, steps + new, here, out)
-
-
-def _overlay(record: ChunkKV, index: int, segment: Segment, target: LayerKV) -> None:
-    """Rows that a linked record holds itself (they were repaired) replace those of its source."""
-    rows = torch.from_numpy(record.header.rows).long()
-    wanted = (rows >= segment.offset) & (rows < segment.offset + len(segment.span))
-    where = (rows[wanted] - segment.offset + segment.span.start).to(target.keys.device)
-    mine = wanted.to(target.keys.device)
-    target.keys[:, :, where] = record.payload[index].keys[:, :, mine]
-    target.values[:, :, where] = record.payload[index].values[:, :, mine]
+def _rotation(pieces: Sequence[_Piece], spec: RotarySpec, num_rows: int, device: torch.device) -> Rotation | None:
+    """One table of angles for all rows of the prompt: many small ones would cost more than the rotation."""
+    if spec.style == "none" or not any(p.is_moved for p in pieces):
+        return None
+    new = torch.arange(num_rows, device=device)
+    old = new.clone()
+    for piece in pieces:
+        span = piece.segment.span
+        old[span.start : span.stop] += piece.position - span.start
+    return make_rotation(spec, old, new)
