@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvboost.hf import compat
@@ -39,7 +40,7 @@ class Family:
     model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)
     reuse: str = "moved"  # moved | exact | none
-    newest_only: bool = False  # older transformers have no attention registry in this family
+    since: str = "4.57"  # older transformers have no attention registry in this family
     attention: tuple[str, ...] = ("sdpa", "eager")
     window: int | None = None
 
@@ -95,11 +96,11 @@ FAMILIES = [
     Family("phi", "phi", {"partial_rotary_factor": 0.5}),
     Family("gpt-neox", "gpt_neox", {"rotary_pct": 0.25}),
     Family(
-        "gptj", "gptj", {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 512}, newest_only=True
+        "gptj", "gptj", {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 512}, since="5.24"
     ),
     Family("cohere", "cohere"),
     Family("cohere2", "cohere2", {**PER_TYPE, "head_dim": 16}, window=WINDOW),
-    Family("stablelm", "stablelm", {"partial_rotary_factor": 0.25}, newest_only=True),
+    Family("stablelm", "stablelm", {"partial_rotary_factor": 0.25}, since="5.16"),
     Family("olmo2", "olmo2"),
     Family("smollm3", "smollm3", {"no_rope_layers": [1, 0, 1], "no_rope_layer_interval": 2}),
     Family("glm", "glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
@@ -130,7 +131,7 @@ FAMILIES = [
     Family("mamba", "mamba", {"state_size": 8}, reuse="none", attention=("eager",)),
 ]
 BY_NAME = {f.name: f for f in FAMILIES}
-SUPPORTED_HERE = [f for f in FAMILIES if compat.MAJOR >= 5 or not f.newest_only]
+SUPPORTED_HERE = [f for f in FAMILIES if Version(f.since) <= compat.VERSION]
 MOVABLE = [f for f in SUPPORTED_HERE if f.reuse == "moved"]
 
 
