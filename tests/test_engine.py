@@ -147,6 +147,43 @@ def test_a_system_prompt_shorter_than_a_chunk_is_reused(model: Any) -> None:
     assert out.report.exact_tokens == 7
 
 
+def test_a_thinking_block_stripped_from_the_history_costs_only_itself(model: Any) -> None:
+    kv = engine(model, recompute_head_tokens=10_000)
+    question, thought, answer = (random_ids(n, seed=40 + n) for n in (15, 60, 70))
+    greedy(kv.generate, join(prompt(), thought, answer, question), 1)
+    stripped = join(prompt(), answer, question, random_ids(20, seed=99))
+    out = greedy(kv.generate, stripped)
+    assert out.report.exact_tokens == prompt().shape[1]
+    assert out.report.moved_tokens >= 70 + 15 - 1
+    assert relative_error(logits(out.output), plain_logits(model, stripped)) <= 1e-4
+
+
+def test_a_reply_that_is_tokenized_differently_next_time_is_reused_around_the_difference(model: Any) -> None:
+    kv = engine(model, recompute_head_tokens=10_000)
+    out = greedy(kv.generate, prompt(), 60)
+    again = list(out.token_ids)
+    again[20:22] = [7]  # two tokens became one
+    history = join(prompt(), torch.tensor([again]), random_ids(20, seed=98))
+    out = greedy(kv.generate, history)
+    assert out.report.exact_tokens == prompt().shape[1] + 20
+    assert out.report.moved_tokens >= 30
+    assert relative_error(logits(out.output), plain_logits(model, history)) <= 1e-4
+
+
+def test_a_model_that_was_cast_or_whose_attention_was_changed_is_not_served_with_old_measurements() -> None:
+    model = build_fresh("llama")
+    kv = engine(model)
+    greedy(kv.generate, prompt(), 1)
+    model.set_attn_implementation("eager")
+    assert "attention" in (greedy(kv.generate, prompt(), 1).report.fallback or "")
+    model.set_attn_implementation("sdpa")
+    assert greedy(kv.generate, prompt(), 1).report.fresh_tokens == 1
+    model.to(torch.bfloat16)
+    out = greedy(kv.generate, prompt(), 3)
+    assert "make a new engine" in (out.report.fallback or "")
+    assert relative_error(logits(out.output), plain_logits(model, prompt(), 3)) == 0
+
+
 def test_namespaces_dtypes_and_models_never_share(model: Any) -> None:
     kv = engine(model)
     greedy(kv.generate, prompt(), 1, cache_salt="a")

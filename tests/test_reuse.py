@@ -118,6 +118,27 @@ def test_at_least_95_percent_of_the_ideal_any_position_reuse_is_found(
     assert reused >= 0.95 * ideal.sum(), f"{reused} of {ideal.sum()} tokens"
 
 
+TEXTS = {
+    "english": "The gateway retries a failed call three times. It waits for a while, then longer, then it gives up. "
+    * 6,
+    "chinese": "网关会把失败的调用重试三次。每次等待的时间都比上一次更长，最后它会放弃并报告错误。" * 8,
+    "code": "def retry(call, times=3):\n    for attempt in range(times):\n        try:\n            return call()\n"
+    * 8,
+}
+HEADS = ["Read this: ", "Read this:", "Read this:\n", "Read this:\n\n", "请读：", "x", "    "]
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_text_is_found_behind_whatever_character_it_is_split_off(kind: str, model: Any, tokenizer: Any) -> None:
+    kv = KVBoost(model, tokenizer)
+    opening = "You are asked to read a text with care and to answer a question about it. Take your time for that. " * 2
+    kv.generate(ids(opening + TEXTS[kind], tokenizer), max_new_tokens=1)
+    size = len(tokenizer(TEXTS[kind]).input_ids)
+    for head in HEADS:
+        report = kv.generate(ids(f"{opening} Again. {head}{TEXTS[kind]}\nQ?", tokenizer), max_new_tokens=1).report
+        assert report.moved_tokens >= 0.85 * size, head
+
+
 def test_prompts_that_share_nothing_report_nothing(model: Any, tokenizer: Any) -> None:
     kv = KVBoost(model, tokenizer)
     for seed in range(6):

@@ -251,6 +251,7 @@ class KVBoost:
             return "switched off"
         return (
             self.support.refused
+            or self.support.outdated(self.model)
             or generation.unserved_reason(self.model, input_ids, kwargs)
             or self.support.refuses_length(input_ids.shape[1])
         )

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost.errors import UnsupportedModel
-from kvboost.hf import declared, probe
+from kvboost.hf import attention, declared, probe
 from kvboost.hf.layout import KVLayout
 from kvboost.rotary import NO_ROTATION, RotarySpec, shift
 
@@ -39,7 +39,7 @@ class ModelSupport:
     notes: list[str] = field(default_factory=list)  # worth knowing, not worth a log line
     regime_boundary: int | None = None  # longrope: prompts longer than this use other frequencies
     exact_limit_tokens: int | None = None  # dynamic scaling: longer prompts are not reusable at all
-    honour_softcap: bool = False
+    attention: str = "sdpa"  # the implementation that was measured
     errors: dict[str, float] = field(default_factory=dict)  # self-check, relative
 
     def require_layout(self) -> KVLayout:
@@ -47,6 +47,22 @@ class ModelSupport:
         if self.layout is None:
             raise UnsupportedModel(self.refused or "no reuse is possible")
         return self.layout
+
+    @property
+    def honour_softcap(self) -> bool:
+        """SDPA in transformers 4.57 ignores a soft cap, and then so must we; every other implementation applies it."""
+        return self.attention != "sdpa"
+
+    def outdated(self, model: PreTrainedModel) -> str | None:
+        """Why the measurements no longer describe `model`, or None."""
+        layout = self.layout
+        if layout is not None and (model.dtype != layout.dtype or model.device != layout.device):
+            return (
+                f"the model was cast or moved since it was inspected (now {model.dtype} on {model.device}); "
+                "make a new engine"
+            )
+        now = _implementation(model)
+        return None if now == self.attention else f"its attention was changed to {now!r}; make a new engine"
 
     def regime(self, num_tokens: int) -> int:
         """Index of the rotary regime in which a prompt of this length is computed."""
@@ -61,7 +77,7 @@ class ModelSupport:
 
 def inspect_model(model: PreTrainedModel) -> ModelSupport:
     """Measures and self-checks `model` with a few short forwards; never raises for a model that is unsupported."""
-    support = ModelSupport(configs=probe.attention_configs(model))
+    support = ModelSupport(configs=probe.attention_configs(model), attention=_implementation(model))
     text_config = model.config.get_text_config()
     support.warnings += declared.problems(text_config)
     modes = {module: module.training for module in model.modules()}
@@ -87,7 +103,6 @@ def _inspect(model: PreTrainedModel, support: ModelSupport, config: Any) -> None
     support.layout = probe.make_layout(model, layers, [None] * len(layers), [[NO_ROTATION] * len(layers)])
     try:
         _require_stock_attention(model, types)
-        support.honour_softcap = _implementation(model) != "sdpa"
         windows = probe.probe_windows(model, len(layers))
         rotary = _probe_regimes(model, support, layers, types, config)
         support.layout = probe.make_layout(model, layers, windows, rotary)
@@ -120,7 +135,7 @@ def _require_stock_attention(model: PreTrainedModel, rope_types: set[str]) -> No
 
 
 def _implementation(model: PreTrainedModel) -> str:
-    return str(model.config.get_text_config()._attn_implementation or "eager")
+    return attention.original_name(model.config.get_text_config()._attn_implementation)
 
 
 def _probe_regimes(
