@@ -278,6 +278,13 @@ def test_long_prompts_are_prefilled_in_blocks_with_the_same_answer(model: Any) -
         assert relative_error(logits(out.output), plain_logits(model, ids)) <= 1e-5
 
 
+def test_text_is_cut_where_the_caller_says(model: Any) -> None:
+    kv = engine(model)
+    boundaries = (53, 101, 140)
+    greedy(kv.generate, prompt(), 1, chunk_boundaries=boundaries)
+    assert set(boundaries) <= {h.position for h in _headers(kv)}
+
+
 def test_an_evicted_source_makes_a_linked_record_a_miss(model: Any) -> None:
     kv = engine(model)
     greedy(kv.generate, prompt("0123"))

@@ -107,7 +107,7 @@ def _gather_rows(
 ) -> tuple[LayerKV, ...]:
     """Copies scattered rows; contiguous ones (the usual heads of runs) as one block."""
     if len(rows) == 0:
-        return layout.gather(cache, 0, 0)
+        return layout.allocate(0)
     start, stop = int(rows[0]), int(rows[-1]) + 1
     block = layout.gather(cache, start, stop)
     if stop - start == len(rows):
