@@ -42,16 +42,16 @@ def main(mode: str, budget_bytes: int, requests: int) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     kv = KVBoost(model, cache_bytes=budget_bytes)  # 128 KiB of KV per token
     rng = random.Random(0)
-    documents = [[rng.randrange(3, 490) for _ in range(rng.randrange(60, 400))] for _ in range(60)]
+    documents = [[rng.randrange(3, 490) for _ in range(rng.randrange(50, 180))] for _ in range(150)]
     for _ in range(requests):
         chosen = rng.sample(documents, 3)
-        ids = [rng.randrange(3, 490) for _ in range(40)] + sum(chosen, [])
+        ids = [rng.randrange(3, 490) for _ in range(40)] + [token for document in chosen for token in document]
         report = kv.generate(ids, max_new_tokens=2, do_sample=False, disable=mode == "off").report
         assert mode == "off" or report.fallback is None, report.fallback
         assert kv.store.stats().bytes_used <= budget_bytes
     gc.collect()
     stats = kv.store.stats()
-    print(resident_bytes(), stats.bytes_used, sum(stats.evictions.values()))
+    sys.stdout.write(f"{resident_bytes()} {stats.bytes_used} {sum(stats.evictions.values())}\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 BUDGET_BYTES = 1 << 30
-REQUESTS = 60
+REQUESTS = 70
 
 
 def soak(mode: str) -> list[int]:

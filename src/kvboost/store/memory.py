@@ -7,8 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
+from kvboost.store.heap import return_free_pages
 from kvboost.store.tier import MAX_LISTED, Lease, TierStats
 from kvboost.types import ChunkHeader, ChunkKV
+
+TRIM_BYTES = 8 << 20  # evicted bytes after which free pages go back; a trim costs some milliseconds
 
 
 class MemoryTier:
@@ -25,6 +28,7 @@ class MemoryTier:
         self._pins: Counter[bytes] = Counter()
         self._doomed: set[bytes] = set()  # deleted while leased
         self._bytes_used = 0
+        self._freed_bytes = 0  # by evictions since free pages were last returned
         self._evictions: Counter[str] = Counter()
 
     def find(self, names: Sequence[bytes]) -> dict[bytes, list[ChunkHeader]]:
@@ -48,7 +52,13 @@ class MemoryTier:
     def put_many(self, records: Sequence[ChunkKV]) -> int:
         """See `Tier.put_many`."""
         with self._lock:
-            return sum(r.num_rows for r in records if self._put(r))
+            written = sum(r.num_rows for r in records if self._put(r))
+            trim = self._freed_bytes >= TRIM_BYTES
+            if trim:
+                self._freed_bytes = 0
+        if trim:
+            return_free_pages()
+        return written
 
     def delete(self, record_ids: Sequence[bytes] | None = None) -> int:
         """See `Tier.delete`."""
@@ -131,6 +141,7 @@ class MemoryTier:
     def _remove(self, record_id: bytes) -> None:
         record = self._records.pop(record_id)
         self._bytes_used -= record.num_bytes
+        self._freed_bytes += record.num_bytes
         for name in record.header.names():
             ids = self._named[name]
             del ids[record_id]
