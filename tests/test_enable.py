@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, TextIteratorStreamer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import kvboost
 from families import build_fresh, random_ids
 from kvboost import KVBoost
+from kvboost.hf import compat
 from scenario import SMALL, greedy, join, logits, plain_logits, prompt, relative_error
 
 pytestmark = pytest.mark.smoke
@@ -172,6 +175,83 @@ def test_what_the_cache_cannot_serve_goes_to_transformers_unchanged(
     assert len(lines) == 1
     kvboost.disable(model)
     assert torch.equal(ours, run())
+
+
+def test_a_prompt_with_pad_tokens_and_no_mask_is_padded_as_transformers_sees_it(model: Any, engine: KVBoost) -> None:
+    model.generation_config.pad_token_id = 50
+    ids = prompt()
+    ids[0, 45] = 50
+    for _ in range(2):
+        ours = greedy(model.generate, ids)
+    assert engine.stats.fallbacks["the prompt is padded"] == 2
+    kvboost.disable(model)
+    assert torch.equal(logits(ours), logits(greedy(model.generate, ids)))
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"num_beams": 2}, {"num_return_sequences": 2}])
+def test_options_of_the_models_own_generation_config_count_beside_a_given_one(
+    options: dict[str, Any], model: Any, engine: KVBoost
+) -> None:
+    for name, value in options.items():
+        setattr(model.generation_config, name, value)
+    given = GenerationConfig(max_new_tokens=2, do_sample="num_return_sequences" in options)
+    for _ in range(2):
+        model.generate(prompt(), generation_config=given)
+    if compat.MAJOR >= 5:  # 4.57 does not fill a given config in from the model's
+        assert sum(engine.stats.fallbacks.values()) == 2
+
+
+def test_an_explicit_none_overrides_the_config(model: Any, engine: KVBoost) -> None:
+    stop = int(greedy(model.generate, prompt(), 2).sequences[0, -1])
+    model.generation_config.eos_token_id = stop
+    out = model.generate(prompt(), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    kvboost.disable(model)
+    assert torch.equal(out, model.generate(prompt(), max_new_tokens=6, do_sample=False, eos_token_id=None))
+
+
+def test_a_copy_of_an_enabled_model_is_its_own(model: Any, engine: KVBoost) -> None:
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.layers[0].self_attn.k_proj.weight.mul_(2.0)
+    ours = greedy(twin.generate, prompt())
+    assert torch.equal(logits(ours), plain_logits(twin, prompt()))
+    restored = pickle.loads(pickle.dumps(model))
+    assert torch.equal(
+        restored.generate(prompt(), max_new_tokens=2), type(model).generate(model, prompt(), max_new_tokens=2)
+    )
+
+
+def test_a_generate_that_the_model_already_had_is_still_called(model: Any) -> None:
+    calls = []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return type(model).generate(model, *args, **kwargs)
+
+    model.generate = own
+    kvboost.enable(model, **SMALL)
+    greedy(model.generate, prompt())
+    assert calls == [1]
+
+
+def test_an_invalid_environment_never_fails_a_call_of_an_enabled_model(
+    model: Any, engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "magic")
+    out = greedy(model.generate, prompt())
+    assert relative_error(logits(out), plain_logits_of(model)) == 0
+    assert any("KVBOOST_RECOMPUTE_STRATEGY" in reason for reason in engine.stats.fallbacks)
+
+
+def plain_logits_of(model: Any) -> torch.Tensor:
+    return logits(greedy(lambda *a, **k: type(model).generate(model, *a, **k), prompt()))
+
+
+def test_autocast_is_not_mixed_with_what_was_computed_without_it(model: Any, engine: KVBoost) -> None:
+    greedy(model.generate, prompt())
+    with torch.autocast("cpu", torch.bfloat16):
+        greedy(model.generate, prompt())
+    assert engine.stats.fallbacks["autocast is on"] == 1
 
 
 def test_a_callers_own_cache_and_train_mode_pass_through(model: Any, engine: KVBoost) -> None:

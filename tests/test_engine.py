@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,6 +296,86 @@ def test_an_evicted_source_makes_a_linked_record_a_miss(model: Any) -> None:
     out = greedy(kv.generate, moved)
     assert out.report.fallback is None
     assert relative_error(logits(out.output), plain_logits(model, moved)) <= 1e-5
+
+
+def test_a_link_whose_source_came_back_as_a_link_is_a_miss(model: Any) -> None:
+    for heads in (0, 1, 8):
+        kv = engine(model, recompute_head_tokens=heads)
+        document, other = random_ids(20, seed=61), random_ids(45, seed=62)
+        first, second = join(SYSTEM, document, other), join(SYSTEM, other, document, random_ids(30, seed=63))
+        greedy(kv.generate, first, 1)
+        greedy(kv.generate, second, 1)  # links to the records of `first`
+        own = [h.record_id for h in _headers(kv) if h.source is None and h.position < 105]
+        greedy(
+            kv.generate, join(random_ids(41, seed=64), document, other, random_ids(30, seed=65)), 1, fidelity="exact"
+        )
+        kv.store.delete(own)
+        greedy(kv.generate, first, 1)  # now stored as links to the third prompt
+        out = greedy(kv.generate, second, 3, recompute_head_tokens=10_000)
+        assert out.report.fallback is None
+        links = {h.record_id: h for h in _headers(kv) if h.source is not None}
+        for segment in out.plan:
+            link = links.get(segment.record_id or b"")
+            assert link is None or link.source.record_id not in links
+
+
+def test_exact_is_never_served_from_a_record_that_was_replaced_meanwhile(model: Any) -> None:
+    kv = engine(model)
+    greedy(kv.generate, prompt("0123"), 1)
+    find = kv.store.find
+
+    def find_then_degrade(names: Any) -> Any:
+        found = find(names)
+        for record_id, record in list(kv.store._records.items()):  # type: ignore[attr-defined]
+            worse = replace(record.header, lineage=Lineage.APPROXIMATE)
+            kv.store._records[record_id] = replace(record, header=worse)  # type: ignore[attr-defined]
+        return found
+
+    kv.store.find = find_then_degrade  # type: ignore[method-assign]
+    out = greedy(kv.generate, prompt("0123"), 3, fidelity="exact")
+    assert out.report.exact_tokens == 0
+    assert relative_error(logits(out.output), plain_logits(model, prompt("0123"), 3)) <= 1e-5
+
+
+def test_many_conversations_behind_one_system_prompt_all_stay_exact(model: Any) -> None:
+    kv = engine(model)
+    turns = [join(SYSTEM, random_ids(40, seed=1000 + i)) for i in range(90)]
+    for turn in turns:
+        greedy(kv.generate, turn, 1)
+    assert min(kv.plan(join(turn, random_ids(9))).count(Kind.EXACT) for turn in turns) >= 80 - 8
+
+
+def test_a_buffer_that_changes_answers_is_part_of_the_identity() -> None:
+    model = build_fresh("deepseek-v3")
+    kv = engine(model)
+    greedy(kv.generate, prompt(), 1)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.add_(torch.linspace(-1, 1, len(buffer)))
+    assert greedy(kv.generate, prompt(), 1).report.fresh_tokens == prompt().shape[1]
+
+
+def test_one_row_written_in_place_in_a_large_embedding_is_noticed() -> None:
+    model = build_fresh("llama")
+    kv = engine(model)
+    greedy(kv.generate, prompt(), 1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[int(prompt()[0, 45]), 3] += 1.0
+    out = greedy(kv.generate, prompt(), 3)
+    assert out.report.fresh_tokens == prompt().shape[1]
+    assert relative_error(logits(out.output), plain_logits(model, prompt(), 3)) <= 1e-5
+
+
+@pytest.mark.parametrize("tuner", ["IA3Config", "LoraConfig"])
+def test_an_adapter_that_is_switched_off_leaves_nothing_behind(tuner: str) -> None:
+    peft = pytest.importorskip("peft")
+    extra = {"feedforward_modules": []} if tuner == "IA3Config" else {}
+    config = getattr(peft, tuner)(target_modules=["k_proj", "v_proj"], **extra)
+    adapted = peft.get_peft_model(build_fresh("llama"), config)
+    kv = engine(adapted.base_model.model)
+    greedy(kv.generate, prompt(), 1)
+    with adapted.disable_adapter():
+        assert greedy(kv.generate, prompt(), 1).report.fresh_tokens == prompt().shape[1]
 
 
 def test_a_broken_store_falls_back_to_computing_and_is_counted(model: Any, caplog: pytest.LogCaptureFixture) -> None:

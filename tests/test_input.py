@@ -28,6 +28,7 @@ PROMPTS: list[tuple[Any, str]] = [
     ([5, VOCABULARY], f"token id {VOCABULARY} is outside of the model's vocabulary"),
     ([5, -1], "token id -1 is outside"),
     (12, "not int"),
+    (torch.ones(2, 5, dtype=torch.long), "a tensor prompt holds one sequence"),
     ("text", "need a tokenizer"),
     ([{"role": "user", "content": "x"}], "need a tokenizer"),
 ]

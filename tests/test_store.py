@@ -65,11 +65,24 @@ def test_unknown_names_and_records_are_left_out(make_tier: MakeTier) -> None:
 
 def test_the_least_recently_used_goes_first(make_tier: MakeTier) -> None:
     tier = make_tier(3 * record(0).num_bytes)
-    tier.put_many([record(1), record(2), record(3)])
+    for number in (1, 2, 3):
+        tier.put_many([record(number)])
     assert holds(tier, 1)
     tier.put_many([record(4)])
     assert [holds(tier, i) for i in (1, 2, 3, 4)] == [True, False, True, True]
     assert tier.stats().evictions == {"importance_low": 1}
+
+
+def test_of_one_history_the_tail_goes_before_the_head(make_tier: MakeTier) -> None:
+    tier = make_tier(3 * record(0).num_bytes)
+    chain = [record(1), record(2), record(3)]
+    tier.put_many(chain)
+    tier.put_many([record(4)])
+    assert [holds(tier, i) for i in (1, 2, 3)] == [True, True, False]
+    with tier.get_many([c.header.record_id for c in chain]):
+        pass
+    tier.put_many([record(5)])
+    assert [holds(tier, i) for i in (1, 2, 4)] == [True, True, False]
 
 
 def test_a_record_larger_than_the_budget_is_not_kept_and_evicts_nothing(make_tier: MakeTier) -> None:
@@ -95,6 +108,8 @@ def test_a_deleted_record_goes_when_its_lease_is_closed(make_tier: MakeTier) -> 
     with tier.get_many([record(1).header.record_id]) as lease:
         assert tier.delete() == 1
         assert lease.records
+        assert not holds(tier, 1), "nobody finds it any more"
+        assert tier.find(record(1).header.names()) == {name: [] for name in record(1).header.names()}
     assert not holds(tier, 1)
     assert tier.stats().bytes_used == 0
 
@@ -116,7 +131,8 @@ def test_a_truer_record_replaces_and_a_worse_one_does_not(make_tier: MakeTier) -
 
 def test_variants_of_one_text_are_bounded(make_tier: MakeTier) -> None:
     tier = make_tier(1 << 20)
-    tier.put_many([record(i, content=7) for i in range(6)])
+    for i in range(6):
+        tier.put_many([record(i, content=7)])
     name = record(0, content=7).header.key.content_hash
     assert [h.record_id for h in tier.find([name])[name]] == [record(i).header.record_id for i in (5, 4, 3)]
     assert tier.stats().evictions == {"quota": 3}

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from kvboost.engine import KVBoost
 from kvboost.hf.compat import PreTrainedModel
 
-_ENGINE = "_kvboost_engine"
-_FORMER = "_kvboost_former"
+
+class CachedGenerate:
+    """The `generate` of an enabled model. A copied or unpickled model gets transformers' own again."""
+
+    def __init__(self, engine: KVBoost, former: Any) -> None:
+        self.engine = engine
+        self.former = former
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate(...)` through the cache."""
+        return self.engine.generate_like_transformers(args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlainGenerate, (), {"model": self.engine.model}
+
+
+class PlainGenerate:
+    """transformers' own `generate` for the model that it was copied with."""
+
+    model: PreTrainedModel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the model's class."""
+        return type(self.model).generate(self.model, *args, **kwargs)
 
 
 def enable(model: PreTrainedModel, tokenizer: Any = None, **flags: Any) -> KVBoost:
@@ -18,28 +39,22 @@ def enable(model: PreTrainedModel, tokenizer: Any = None, **flags: Any) -> KVBoo
     Sets one attribute of the instance, `generate`; nothing else of the model changes. Enabling an enabled model is a
     no-op that returns its engine. Wrappers that call this model's `generate` use the cache too.
     """
-    current = model.__dict__.get("generate")
-    if hasattr(current, _ENGINE):
-        engine: KVBoost = getattr(current, _ENGINE)
-        return engine
+    current = vars(model).get("generate")
+    if isinstance(current, CachedGenerate):
+        return current.engine
     engine = KVBoost(model, tokenizer, **flags)
-
-    @functools.wraps(type(model).generate)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        return engine.generate_like_transformers(args, kwargs)
-
-    vars(generate).update({_ENGINE: engine, _FORMER: current})
-    model.generate = generate
+    if current is not None:
+        engine.plain_generate = current
+    model.generate = CachedGenerate(engine, current)
     return engine
 
 
 def disable(model: PreTrainedModel) -> None:
     """Restores the `generate` that the model had. A no-op for a model that is not enabled."""
-    current = model.__dict__.get("generate")
-    if not hasattr(current, _ENGINE):
+    current = vars(model).get("generate")
+    if not isinstance(current, CachedGenerate):
         return
-    former = vars(current)[_FORMER]
-    if former is None:
+    if current.former is None:
         del model.generate
     else:
-        model.generate = former
+        model.generate = current.former

@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,9 @@ import torch
 from kvboost import prompts
 from kvboost.capture import make_records
 from kvboost.chunking import Chunker, Separators, make_chunker
+from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.config import SINK_TOKENS, Settings, resolve
-from kvboost.errors import InputError
+from kvboost.errors import InputError, SettingsError
 from kvboost.hf import compat, generation
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
@@ -31,13 +33,15 @@ from kvboost.hf.loading import check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, selective_prefill, stock_prefill
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
-from kvboost.planning import Limits, Prompt, make_plan, without_records
+from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
 from kvboost.repair import STRATEGIES
 from kvboost.stats import EngineStats
 from kvboost.store import MemoryTier, Tier
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
+
+MAX_CHUNKERS = 8  # kept at a time, one per chunker and sizes that requests ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class KVBoost:
             self.support: ModelSupport = inspect_model(model)
         self.store: Tier = store or MemoryTier(effective.cache_bytes, max_variants=effective.max_variants)
         self.stats = EngineStats()
+        self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
         self._separators = Separators.from_tokenizer(tokenizer)
         self._chunkers: dict[tuple[object, ...], Chunker] = {}
@@ -138,11 +143,15 @@ class KVBoost:
         started = time.perf_counter()
         input_ids = generation.find_input_ids(args, kwargs)
         rest = {k: v for k, v in kwargs.items() if k not in ("inputs", "input_ids")}
-        reason = "positional arguments after the prompt" if len(args) > 1 else None
-        reason = reason or self._refusal(self.settings(), input_ids, rest)
+        try:
+            reason = self._refusal(self.settings(), input_ids, rest)
+        except SettingsError as error:
+            reason = str(error)
+        if len(args) > 1:
+            reason = "positional arguments after the prompt"
         if reason is not None:
             self.stats.count_fallback(reason)
-            return self._transformers_generate(*args, **kwargs)
+            return self.plain_generate(*args, **kwargs)
         return self._serve(input_ids, rest, {}, started)[0]
 
     def plan(
@@ -172,8 +181,9 @@ class KVBoost:
             self.stats.count_fallback(reason)
             return ReuseReport(input_ids.shape[1], fresh_tokens=input_ids.shape[1], fallback=reason)
         prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
+        size = input_ids.shape[1]
         stock_prefill(
-            self.model, input_ids, prefilled.cache, input_ids.shape[1], block_tokens=settings.prefill_block_tokens
+            self.model, input_ids, prefilled.cache, size, block_tokens=self.support.block_tokens(size, settings)
         )
         return self._finish(prefilled, input_ids, settings, started, time.perf_counter())
 
@@ -187,17 +197,18 @@ class KVBoost:
         """
         settings = self.settings(**request)
         reason = self._refusal(settings, prompt, {})
-        if reason is not None and settings.enabled:
-            raise InputError(f"the cache does not serve this prompt: {reason}")
+        if reason is not None and (settings.enabled or self.support.refused):
+            raise InputError(f"the cache does not serve this prompt: {self.support.refused or reason}")
         if reason is None:
             prefilled = self._prefill(prompt, settings)
             cache, report = prefilled.cache, prefilled.report
         else:
             cache, report = DynamicCache(), ReuseReport(prompt.shape[1], fresh_tokens=prompt.shape[1], fallback=reason)
-        known = cache.get_seq_length()
-        stock_prefill(self.model, prompt, cache, prompt.shape[1] - 1, block_tokens=settings.prefill_block_tokens)
-        following = torch.cat([prompt[:, max(known, prompt.shape[1] - 1) :], continuation[:, :-1]], 1)
-        return continuation_logits(self.model, following, cache), report
+        size = prompt.shape[1]
+        if not self.support.regime(size):  # in the long regime of longrope one forward must see the last position
+            stock_prefill(self.model, prompt, cache, size - 1, block_tokens=settings.prefill_block_tokens)
+        following = torch.cat([prompt[:, cache.get_seq_length() :], continuation[:, :-1]], 1)
+        return continuation_logits(self.model, following, cache)[-continuation.shape[1] :], report
 
     def invalidate(self) -> int:
         """Forgets every stored chunk and samples the weights anew; returns how many chunks were dropped.
@@ -220,7 +231,7 @@ class KVBoost:
         if prefilled is None:
             reason = reason or "the cache failed; see the log"
             return self._serve_plain(input_ids, kwargs, reason, clock, started)
-        output = self._transformers_generate(
+        output = self.plain_generate(
             inputs=input_ids,
             **{compat.CACHE_ARGUMENT: prefilled.cache},
             **generation.with_clock(_with_mask(input_ids, kwargs), clock),
@@ -239,7 +250,7 @@ class KVBoost:
     ) -> tuple[Any, ReuseReport, ReusePlan]:
         """The request as transformers would run it without us."""
         self.stats.count_fallback(reason)
-        output = self._transformers_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
+        output = self.plain_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
         size = int(input_ids.shape[-1])
         report = ReuseReport(size, fresh_tokens=size, fallback=reason)
         ttft_s = (clock.first_token_at or time.perf_counter()) - started
@@ -311,7 +322,7 @@ class KVBoost:
         began = time.perf_counter()
         if plan.is_prefix_only:
             cache = compat.make_dynamic_cache(*layout.per_layer(payload)) if num_rows else DynamicCache()
-            self._stock_blocks(cache, num_rows, input_ids, settings, regime)
+            self._stock_blocks(cache, num_rows, input_ids, settings)
             return cache, times, time.perf_counter() - began
         rows = torch.from_numpy(plan.computed_rows(num_rows)).long().to(input_ids.device)
         with model_lock(self.model):
@@ -320,13 +331,11 @@ class KVBoost:
             )
         return cache, times, time.perf_counter() - began
 
-    def _stock_blocks(
-        self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings, regime: int
-    ) -> None:
+    def _stock_blocks(self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings) -> None:
         """Prefills whole blocks of a long prompt; the rest, at most one block, is left to `model.generate`."""
-        block = settings.prefill_block_tokens
+        block = self.support.block_tokens(input_ids.shape[1], settings)
         whole = (input_ids.shape[1] - start - 1) // block * block
-        if whole and not regime:  # in the long regime of longrope one forward must see the last position
+        if whole:
             stock_prefill(self.model, input_ids, cache, start + whole, block_tokens=block)
 
     def _finish(
@@ -387,18 +396,19 @@ class KVBoost:
 
     def _chunker(self, settings: Settings) -> Chunker:
         if settings.chunk_boundaries:
-            return make_chunker(
-                settings, self._separators, tokenizer=self.tokenizer, boundaries=settings.chunk_boundaries
-            )
+            inner = self._chunker(settings.model_copy(update={"chunk_boundaries": ()}))
+            return ExplicitChunker(settings.chunk_boundaries, inner, settings.chunk_max_tokens)
         wanted = (settings.chunker, settings.chunk_min_tokens, settings.chunk_avg_tokens, settings.chunk_max_tokens)
         if wanted not in self._chunkers:
+            if len(self._chunkers) >= MAX_CHUNKERS:
+                self._chunkers = {}
             self._chunkers[wanted] = make_chunker(settings, self._separators, tokenizer=self.tokenizer)
         return self._chunkers[wanted]
 
     def _limits(self, settings: Settings, num_tokens: int) -> Limits:
         return Limits(
             exact_only=settings.exact_only,
-            allow_moved=self.support.moved_refused is None,
+            allow_moved=self.support.allows_moved(num_tokens),
             min_run_tokens=settings.min_run_tokens,
             min_moved_share=settings.min_moved_share,
             max_variants=settings.max_variants,
@@ -407,9 +417,6 @@ class KVBoost:
         )
 
     # --- telling ----------------------------------------------------------------------------------------------------
-
-    def _transformers_generate(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model).generate(self.model, *args, **kwargs)
 
     def _limitations(self) -> list[str]:
         if self.support.refused is not None:
@@ -430,15 +437,13 @@ def _sequences(output: Any) -> torch.Tensor:
 
 def _with_mask(input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Generate needs a mask over the whole prompt once a cache is given."""
-    return {"attention_mask": torch.ones_like(input_ids), **{k: v for k, v in kwargs.items() if v is not None}}
+    absent = {"attention_mask", "input_ids", "inputs", *compat.CACHE_ARGUMENTS}
+    given = {k: v for k, v in kwargs.items() if v is not None or k not in absent}
+    return {"attention_mask": torch.ones_like(input_ids), **given}
 
 
 def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: bool) -> ReusePlan:
-    """The plan without segments whose record, or whose record's source, was evicted since it was found."""
-    wanted = {s.record_id for s in plan if s.record_id is not None}
-    alive = {
-        i
-        for i in wanted & records.keys()
-        if (source := records[i].header.source) is None or source.record_id in records
-    }
-    return plan if alive == wanted else without_records(plan, wanted - alive, allow_gaps=allow_gaps)
+    """The plan without segments whose record changed or went since it was found."""
+    headers = {i: record.header for i, record in records.items()}
+    lost = {s.record_id for s in plan if s.record_id is not None and not still_served(s, headers)}
+    return without_records(plan, lost, allow_gaps=allow_gaps) if lost else plan

@@ -10,6 +10,7 @@ of known text: chunks and sampled windows give *seeds*, a seed is extended to bo
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,10 @@ class Prompt:
     def content_hash(self, span: Span) -> bytes:
         """Name of the text at `span`."""
         return self._keys.content_hash(self.tokens[span.start : span.stop])
+
+    def next_cut(self, position: int) -> int:
+        """Where the chunk that holds `position` ends."""
+        return self.chunks[bisect.bisect_right(self.chunks, position, key=lambda c: c.stop)].stop
 
     def content_before(self, position: int) -> list[bytes]:
         """Content hashes of the chunks that end at or before `position`, in order."""
@@ -101,7 +106,8 @@ class _Index:
         if header.source is None:
             return True
         source_id = header.source.record_id
-        return any(h.record_id == source_id for h in self.ending_at(source_id[len(source_id) // 2 :]))
+        found = self.ending_at(source_id[len(source_id) // 2 :])
+        return any(h.record_id == source_id and h.source is None for h in found)
 
 
 def make_plan(prompt: Prompt, find: Find, limits: Limits) -> ReusePlan:
@@ -161,7 +167,7 @@ def _walk(prompt: Prompt, index: _Index, stop: int, least: Lineage) -> list[_Par
         rest = prompt.tokens[at:stop]
         candidates = [
             (common_prefix(h.tokens, rest), h.lineage, h)
-            for h in index.beginning_at(prompt.history.prefix_hash(at))
+            for h in _next_headers(prompt, index, at)
             if h.lineage >= least and h.position == at and index.servable(h)
         ]
         length, _, header = max(candidates, key=lambda c: c[:2], default=(0, least, None))
@@ -170,6 +176,16 @@ def _walk(prompt: Prompt, index: _Index, stop: int, least: Lineage) -> list[_Par
         parts.append(_Part(Span(at, at + length), header, 0))
         at += length
     return parts
+
+
+def _next_headers(prompt: Prompt, index: _Index, at: int) -> list[ChunkHeader]:
+    """Records whose history is `tokens[:at]`. A store lists only the latest of many, so the prompt's own chunk is asked
+    for by its end as well: a thousand conversations behind one system prompt still find each its own.
+    """
+    history = prompt.history.prefix_hash(at)
+    headers = list(index.beginning_at(history))
+    own = index.ending_at(prompt.history.prefix_hash(prompt.next_cut(at)))
+    return headers + [h for h in own if h.parent == history]
 
 
 Run = list[_Part]
@@ -294,6 +310,21 @@ def _fill_with_fresh(segments: list[Segment], num_tokens: int) -> tuple[Segment,
     if at < num_tokens:
         filled.append(Segment(Span(at, num_tokens), Kind.FRESH))
     return tuple(filled)
+
+
+def still_served(segment: Segment, records: Mapping[bytes, ChunkHeader]) -> bool:
+    """True if `records` still hold what `segment` was planned on.
+
+    Between planning and loading a record may be evicted, or replaced by another of the same identity: an exact one by
+    an approximate one, own rows by a link.
+    """
+    header = records.get(segment.record_id or b"")
+    if header is None:
+        return False
+    if header.source is not None:
+        source = records.get(header.source.record_id)
+        return segment.kind is Kind.CONTINUED and source is not None and source.source is None
+    return segment.kind is not Kind.EXACT or header.lineage is Lineage.BIT_EXACT
 
 
 def without_records(plan: ReusePlan, lost: set[bytes], *, allow_gaps: bool) -> ReusePlan:

@@ -24,6 +24,8 @@ def encode(prompt: Any, tokenizer: Any, model: PreTrainedModel) -> torch.Tensor:
     if isinstance(prompt, str):
         ids = _require(tokenizer)(prompt).input_ids
     elif isinstance(prompt, torch.Tensor):
+        if prompt.dim() > 2 or (prompt.dim() == 2 and prompt.shape[0] != 1):
+            raise InputError(f"a tensor prompt holds one sequence, [T] or [1, T], not {tuple(prompt.shape)}")
         ids = prompt.reshape(-1).tolist()
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt) and prompt:
         ids = _tokenize(tokenizer, render(prompt, tokenizer))

@@ -86,7 +86,7 @@ def base_mismatch(config: Any, inv_freq: torch.Tensor) -> str | None:
     """
     if rope_types(config) - {"default"} or len(inv_freq) < 2:
         return None
-    probed = math.exp(-math.log(inv_freq[1].item()) * len(inv_freq))
+    probed = math.exp(-math.log(max(abs(inv_freq[1].item()), 1e-30)) * len(inv_freq))
     declared = [
         (f"{label}.rope_theta", float(p["rope_theta"])) for label, p in rope_sections(config) if "rope_theta" in p
     ]

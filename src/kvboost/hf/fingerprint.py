@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ class Fingerprint:
     """The identity of a model, cheap to ask for at every request.
 
     Weights are sampled when this is made and again whenever a parameter's storage or version counter has changed, so
-    an optimizer step, `load_state_dict` or a new adapter is noticed. Writes through `.data` are not: call `refresh`.
+    an optimizer step, `load_state_dict` or a new adapter is noticed, and from then on nothing is shared with other
+    processes. Writes through `.data` are not noticed: call `refresh`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
@@ -30,10 +33,13 @@ class Fingerprint:
 
     def current(self) -> bytes:
         """32 bytes. Costs about a millisecond when nothing changed."""
-        state = tuple((p.data_ptr(), -1 if p.is_inference() else p._version) for p in self._model.parameters())
+        state = tuple((t.data_ptr(), -1 if t.is_inference() else t._version) for _, t in _tensors(self._model))
         if state != self._state:
+            changed = bool(self._state)
             self.refresh()
             self._state = state
+            if changed:  # a sample may miss what was written, so nothing older is ever found again
+                self._weights = blake3(self._weights + os.urandom(32)).digest()
         attention = original_name(self._model.config.get_text_config()._attn_implementation)
         parts = (self._weights, self._tokenizer, json.dumps(_adapters(self._model)), attention)
         hasher = blake3()
@@ -45,10 +51,16 @@ class Fingerprint:
     def refresh(self) -> None:
         """Samples the weights anew."""
         hasher = blake3(_config_json(self._model).encode())
-        for name, parameter in self._model.named_parameters():
-            hasher.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}{parameter.device.type}".encode())
-            hasher.update(_sample(parameter))
+        for name, tensor in _tensors(self._model):
+            hasher.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.device.type}".encode())
+            hasher.update(_sample(tensor))
         self._weights = hasher.digest()
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers. Rotary frequencies are left out: models exchange them by prompt length."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if "inv_freq" not in name)
 
 
 def _sample(parameter: torch.Tensor) -> bytes:
@@ -78,8 +90,8 @@ def _adapters(model: PreTrainedModel) -> list[Any]:
             list(module.active_adapters),
             bool(getattr(module, "disable_adapters", False)),
             list(getattr(module, "merged_adapters", [])),
-            sorted((k, float(v)) for k, v in module.scaling.items()),
+            sorted((k, repr(v)) for k, v in getattr(module, "scaling", {}).items()),
         ]
         for name, module in model.named_modules()
-        if hasattr(module, "active_adapters") and isinstance(getattr(module, "scaling", None), dict)
+        if isinstance(getattr(type(module), "active_adapters", None), property)
     ]

@@ -71,19 +71,39 @@ def unserved_reason(model: PreTrainedModel, input_ids: Any, kwargs: Mapping[str,
         return "batch size is not 1"
     if input_ids.shape[1] < 2:
         return "the prompt has fewer than two tokens"
-    mask = kwargs.get("attention_mask")
-    if mask is not None and (mask.shape != input_ids.shape or not bool(mask.bool().all())):
+    if "prepare_inputs_for_generation" in vars(model):
+        return "a wrapper prepares the model's inputs (prompt tuning)"
+    if torch.is_autocast_enabled(input_ids.device.type):
+        return "autocast is on"
+    if _is_padded(model, input_ids, kwargs):
         return "the prompt is padded"
     return _unserved_option(model, kwargs)
 
 
+def _is_padded(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Without a mask transformers takes every pad token for padding, unless that token also ends a text."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.shape != input_ids.shape or not bool(mask.bool().all())
+    pad, eos = (_effective(model, kwargs, name) for name in ("pad_token_id", "eos_token_id"))
+    ends = set(torch.as_tensor(eos).reshape(-1).tolist()) if eos is not None else set()
+    return pad is not None and int(pad) not in ends and bool((input_ids == int(pad)).any())
+
+
+def _effective(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
+    """The value that generate will use: argument, then the given config, then the model's own."""
+    if name in kwargs:
+        return kwargs[name]
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    return next((v for c in configs if c is not None and (v := getattr(c, name, None)) is not None), None)
+
+
 def _unserved_option(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> str | None:
-    config = kwargs.get("generation_config") or model.generation_config
-    known = set(config.to_dict()) | HARMLESS
+    known = set((kwargs.get("generation_config") or model.generation_config).to_dict()) | HARMLESS
     for name, value in kwargs.items():
         if name not in known and value is not None:
             return f"argument {name!r} is not understood by the cache"
-    option = {name: kwargs.get(name, getattr(config, name, None)) for name in UNSERVED_OPTIONS}
-    if kwargs.get("use_cache", getattr(config, "use_cache", True)) is False:
+    if _effective(model, kwargs, "use_cache") is False:
         return "use_cache is False"
+    option = {name: _effective(model, kwargs, name) for name in UNSERVED_OPTIONS}
     return next((UNSERVED_OPTIONS[n] for n, v in option.items() if v is True or v not in (None, False, 0, 1)), None)

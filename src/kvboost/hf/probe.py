@@ -48,6 +48,24 @@ def run_hidden(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def run_continued(model: PreTrainedModel, input_ids: torch.Tensor, split: int) -> torch.Tensor:
+    """Last hidden states [1, T, hidden] when the tokens behind `split` continue the cache of those before."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        parts = [
+            compat.forward(compat.decoder(model), cache, input_ids=ids)[0]
+            for ids in (input_ids[:, :split], input_ids[:, split:])
+        ]
+    return torch.cat(parts, 1)
+
+
+def cache_windows(config: Any, num_layers: int) -> list[int | None]:
+    """Per layer, beyond which distance transformers' own cache drops rows; None if it keeps all."""
+    layers = DynamicCache(config=config).layers[:num_layers]
+    windows = [getattr(la, "sliding_window", None) if getattr(la, "is_sliding", False) else None for la in layers]
+    return windows + [None] * (num_layers - len(windows))
+
+
 def check_plain_cache(model: PreTrainedModel) -> DynamicCache:
     """Four tokens through a plain cache. Raises `UnsupportedModel` unless every layer keeps one K/V row per token."""
     ids = torch.arange(4, device=model.device)[None]
@@ -87,7 +105,7 @@ def probe_windows(model: PreTrainedModel, num_layers: int) -> list[int | None]:
         raise UnsupportedModel(
             f"the attention of layer {missing[0]} does not go through transformers' attention and mask registries"
         )
-    windows = [attention.window_of(m) for m in job.rules]
+    windows = {rule: attention.window_of(job.rules[rule]) for rule in set(masks.values())}
     return [windows[masks[i]] for i in range(num_layers)]
 
 

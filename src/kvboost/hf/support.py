@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost.config import Settings
 from kvboost.errors import UnsupportedModel
 from kvboost.hf import attention, declared, probe
 from kvboost.hf.layout import KVLayout
@@ -70,9 +71,22 @@ class ModelSupport:
 
     def refuses_length(self, num_tokens: int) -> str | None:
         """Why a prompt of this length cannot be reused, or None."""
-        if self.exact_limit_tokens is not None and num_tokens > self.exact_limit_tokens:
-            return f"dynamic rotary scaling changes all keys beyond {self.exact_limit_tokens} tokens"
+        if self.exact_limit_tokens is not None and num_tokens >= self.exact_limit_tokens:
+            return f"dynamic rotary scaling changes all keys from {self.exact_limit_tokens} tokens on"
         return None
+
+    def allows_moved(self, num_tokens: int) -> bool:
+        """Whether a prompt of this length may reuse moved rows.
+
+        With one token more than the boundary of longrope, a forward of all rows but the last would still be in the
+        short regime, while a full prefill is in the long one.
+        """
+        crosses = self.regime_boundary is not None and num_tokens == self.regime_boundary + 1
+        return self.moved_refused is None and not crosses
+
+    def block_tokens(self, num_tokens: int, settings: Settings) -> int:
+        """Size of prefill blocks; in the long regime of longrope one forward must see the last position."""
+        return num_tokens if self.regime(num_tokens) else settings.prefill_block_tokens
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSupport:
@@ -94,6 +108,7 @@ def _inspect(model: PreTrainedModel, support: ModelSupport, config: Any) -> None
     try:
         _require_one_plain_model(model)
         layers = probe.shapes(probe.check_plain_cache(model))
+        _check_continuation(model, support, config)
     except UnsupportedModel as error:
         support.refused = support.moved_refused = str(error)
         return
@@ -104,15 +119,18 @@ def _inspect(model: PreTrainedModel, support: ModelSupport, config: Any) -> None
     try:
         _require_stock_attention(model, types)
         windows = probe.probe_windows(model, len(layers))
+        if probe.cache_windows(config, len(layers)) not in ([None] * len(layers), windows):
+            support.layout = None
+            support.refused = "its attention window is enforced by dropping cache rows, not by its mask"
+            raise UnsupportedModel(support.refused)
         rotary = _probe_regimes(model, support, layers, types, config)
         support.layout = probe.make_layout(model, layers, windows, rotary)
         _self_check(model, support)
+        _compare_with_declared(support, config, rotary[0])
     except UnsupportedModel as error:
         support.moved_refused = str(error)
     except Exception as error:
         support.moved_refused = f"it could not be probed ({type(error).__name__}: {error})"
-    else:
-        _compare_with_declared(support, config, rotary[0])
 
 
 def _require_one_plain_model(model: PreTrainedModel) -> None:
@@ -153,18 +171,34 @@ def _probe_regimes(
     return [short, far]
 
 
-def _self_check(model: PreTrainedModel, support: ModelSupport) -> None:
-    layout = support.require_layout()
-    num_tokens = min(CHECK_TOKENS, declared.max_positions(model.config.get_text_config()) or CHECK_TOKENS)
+def _check_ids(model: PreTrainedModel, config: Any) -> torch.Tensor:
+    num_tokens = min(CHECK_TOKENS, declared.max_positions(config) or CHECK_TOKENS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (1, num_tokens), generator=generator).to(model.device)
+    return torch.randint(0, vocabulary, (1, num_tokens), generator=generator).to(model.device)
+
+
+def _check_continuation(model: PreTrainedModel, support: ModelSupport, config: Any) -> None:
+    """A prefix from a cache must give what a plain prefill gives, or not even exact reuse is sound."""
+    ids = _check_ids(model, config)
+    error = _relative(probe.run_continued(model, ids, ids.shape[1] // 2), probe.run_hidden(model, ids))
+    tolerance = TOLERANCE.get(model.dtype, COARSE_TOLERANCE)
+    support.errors["continuation"] = error
+    if not error <= tolerance:
+        raise UnsupportedModel(
+            f"a continued cache is off a plain prefill by {error:.1e} (at most {tolerance:.0e} is allowed)"
+        )
+
+
+def _self_check(model: PreTrainedModel, support: ModelSupport) -> None:
+    layout = support.require_layout()
+    ids = _check_ids(model, model.config.get_text_config())
     plain = probe.run_hidden(model, ids)
     ours = probe.recompute_all(model, layout, ids, support.honour_softcap)
     tolerance = TOLERANCE.get(model.dtype, COARSE_TOLERANCE)
     support.errors["recompute"] = _relative(ours, plain)
     support.errors["shift"] = _shift_error(model, layout, ids)
-    for name, error in support.errors.items():
+    for name, error in sorted(support.errors.items()):
         if not error <= tolerance:
             raise UnsupportedModel(f"the {name} self-check is off by {error:.1e} (at most {tolerance:.0e} is allowed)")
 

@@ -34,17 +34,14 @@ class MemoryTier:
     def find(self, names: Sequence[bytes]) -> dict[bytes, list[ChunkHeader]]:
         """See `Tier.find`."""
         with self._lock:
-            return {
-                name: [self._records[i].header for i in islice(reversed(self._named[name]), MAX_LISTED)]
-                for name in names
-                if name in self._named
-            }
+            return {name: self._listed(name) for name in names if name in self._named}
 
     def get_many(self, record_ids: Sequence[bytes]) -> Lease:
         """See `Tier.get_many`."""
         with self._lock:
-            records = {i: self._records[i] for i in dict.fromkeys(record_ids) if i in self._records}
-            for record_id in records:
+            wanted = dict.fromkeys(record_ids)
+            records = {i: self._records[i] for i in wanted if i in self._records and i not in self._doomed}
+            for record_id in reversed(records):  # the head of a history is used last, so that it is evicted last
                 self._touch(record_id)
             self._pins.update(records.keys())
         return Lease(records, lambda: self._unpin(list(records)))
@@ -52,7 +49,7 @@ class MemoryTier:
     def put_many(self, records: Sequence[ChunkKV]) -> int:
         """See `Tier.put_many`."""
         with self._lock:
-            written = sum(r.num_rows for r in records if self._put(r))
+            written = sum(r.num_rows for r in reversed(records) if self._put(r))
             trim = self._freed_bytes >= TRIM_BYTES
             if trim:
                 self._freed_bytes = 0
@@ -86,6 +83,10 @@ class MemoryTier:
                     f"memory tier is inconsistent: {counted} bytes held, {self._bytes_used} booked, limit "
                     f"{self.bytes_limit}, {len(listed)} listed, {len(self._records)} records"
                 )
+
+    def _listed(self, name: bytes) -> list[ChunkHeader]:
+        alive = (i for i in reversed(self._named[name]) if i not in self._doomed)
+        return [self._records[i].header for i in islice(alive, MAX_LISTED)]
 
     def _put(self, record: ChunkKV) -> bool:
         record_id, size = record.header.record_id, record.num_bytes
