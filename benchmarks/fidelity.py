@@ -2,8 +2,9 @@
 
     kvboost bench fidelity [--model DIR | --gemma] [--prompts 12] [--tokens 1500] [--dtype float32]
 
-Documents are captured online, in one order, inside an ordinary request; then the same documents are asked about in
-another order: half of the prompts quote a passage and ask how it goes on, half ask about the order. Each method scores
+Documents are captured online, in one order, inside an ordinary request; then they are asked about in another order:
+half of the prompts quote a passage and ask how it goes on, half ask about the order. In every other pair of prompts the
+first document is left out (*one fewer*), so that rows move to the front of where they were. Each method scores
 the same teacher-forced continuation: the 32 tokens that a full prefill generates greedily. *unshifted* serves moved
 keys without rotating them: it shows what the shift is worth.
 """
@@ -70,7 +71,9 @@ def measure(kv: KVBoost, num_prompts: int, num_tokens: int) -> dict[str, list[di
         question = documents.quote(rng, kv.tokenizer) if quoting else encode(ORDER_QUESTION, kv.tokenizer)
         captured = documents.prompt(list(range(len(documents.documents))))
         kv.generate(captured, max_new_tokens=1, do_sample=False)
-        moved = documents.prompt(shuffled(len(documents.documents), rng), question=question)
+        fewer = number % 4 >= 2
+        order = [i for i in shuffled(len(documents.documents), rng) if not (fewer and i == 0)]
+        moved = documents.prompt(order, question=question)
         for name, ids in (("exact hits only", captured), ("moved", moved)):
             answer = continuation(kv, ids)
             truth, _ = kv.score(ids, answer, disable=True)
@@ -82,7 +85,8 @@ def measure(kv: KVBoost, num_prompts: int, num_tokens: int) -> dict[str, list[di
                 result = divergence(truth, ours) | charged
                 results[method].append(result)
                 if name == "moved":
-                    results[f"{method}, {'quoting' if quoting else 'order'}"].append(result)
+                    results[f"{method}; {'quoting' if quoting else 'order'}"].append(result)
+                    results[f"{method}; {'one fewer' if fewer else 'same documents'}"].append(result)
         print(f"prompt {number + 1} of {num_prompts}", file=sys.stderr)
     return results
 

@@ -149,6 +149,12 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         figure.savefig(path.with_suffix(suffix), dpi=150)
 
 
+def recorded_rows(path: Path, dtype: str) -> list[dict[str, Any]]:
+    """All rows of one dtype in a results file, by length."""
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted((r for run in runs if run["dtype"] == dtype for r in run["rows"]), key=lambda r: r["tokens"])
+
+
 def main() -> None:
     """Runs the benchmark and ends with one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,7 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--plot", type=Path, help="write the plot to this path, as .svg and .png")
+    parser.add_argument("--plot", type=Path, help="plot all runs in --out, as .svg and .png")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -168,8 +174,6 @@ def main() -> None:
         measured = measure(kv, kv.tokenizer, num_tokens, arguments.repeats)
         show(measured, f"{num_tokens} tokens, {arguments.dtype}, {arguments.threads} threads, {platform.machine()} CPU")
         rows += measured
-    if arguments.plot:
-        plot(rows, arguments.plot, f"SmolLM2-135M, {arguments.dtype}, {arguments.threads} CPU threads")
     line = json.dumps(
         {
             "benchmark": "speed",
@@ -182,6 +186,9 @@ def main() -> None:
     if arguments.out:
         with arguments.out.open("a") as file:
             file.write(line + "\n")
+    if arguments.plot:
+        recorded = recorded_rows(arguments.out, arguments.dtype) if arguments.out else rows
+        plot(recorded, arguments.plot, f"SmolLM2-135M, {arguments.dtype}, {arguments.threads} CPU threads")
     print(line)
 
 
