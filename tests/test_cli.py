@@ -82,7 +82,7 @@ def test_doctor_json_tells_layers_bytes_and_probed_base(stories: str) -> None:
     (kind,) = found["layers"]
     assert (kind["layers"], kind["window"], kind["rotary"]) == ("0-4", None, "half")
     assert kind["base"] == pytest.approx(10_000)
-    assert set(found["self_check"]) == {"recompute", "shift"}
+    assert set(found["self_check"]) == {"continuation", "recompute", "shift"}
     assert all(e <= found["self_check_tolerance"] for e in found["self_check"].values())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -40,6 +39,7 @@ class Diagnosis:
     self_check: dict[str, float]
     self_check_tolerance: float
     warnings: list[str]
+    notes: list[str]
     min_run_tokens: int  # the setting: shorter moved runs are computed
     break_even_tokens: int | None = None
     run_costs: list[dict[str, float]] = field(default_factory=list)  # what `break_even_tokens` was found from
@@ -67,6 +67,7 @@ def diagnose(kv: KVBoost, name: str) -> Diagnosis:
         self_check=dict(support.errors),
         self_check_tolerance=TOLERANCE.get(model.dtype, COARSE_TOLERANCE),
         warnings=list(support.warnings),
+        notes=list(support.notes),
         min_run_tokens=kv.settings().min_run_tokens,
     )
     if not found.limited:
@@ -99,7 +100,7 @@ def _rotary(spec: RotarySpec) -> tuple[str, str | None, float | None]:
     if spec.style == "none":
         return "none", None, None
     where = f"{spec.start}-{spec.stop - 1} of {spec.slot}"
-    base = math.exp(-math.log(spec.inv_freq[1].item()) * len(spec.inv_freq)) if len(spec.inv_freq) > 1 else None
+    base = declared.base_of(spec.inv_freq) if len(spec.inv_freq) > 1 else None
     return spec.style, where, base and float(f"{base:.4g}")
 
 

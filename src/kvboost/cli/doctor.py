@@ -52,6 +52,8 @@ def _print(found: Diagnosis) -> None:
         out.print(_layer_table(found))
     for warning in found.warnings:
         out.print(Text(f"warning: {warning}", style="yellow"))
+    for note in found.notes:
+        out.print(Text(f"note: {note}", style="dim"))
 
 
 def _facts(found: Diagnosis) -> list[tuple[str, str | Text]]:
@@ -76,6 +78,7 @@ def _facts(found: Diagnosis) -> list[tuple[str, str | Text]]:
 
 def _check(name: str, error: float, tolerance: float) -> str:
     meaning = {
+        "continuation": "a continued cache, against a plain prefill",
         "recompute": "every row through this path, against a plain prefill",
         "shift": "moved keys, against keys computed there",
     }.get(name, name)

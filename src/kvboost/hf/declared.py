@@ -79,6 +79,11 @@ def _filled_in(config: Any, label: str, kind: str, parameters: Mapping[str, Any]
     ]
 
 
+def base_of(inv_freq: torch.Tensor) -> float:
+    """The base whose plain rotary embedding has these frequencies, [R/2] with at least two; from the second one."""
+    return math.exp(-math.log(max(abs(inv_freq[1].item()), 1e-30)) * len(inv_freq))
+
+
 def base_mismatch(config: Any, inv_freq: torch.Tensor) -> str | None:
     """Compares a probed frequency vector [R/2] of a plain rotary embedding with the declared bases.
 
@@ -86,7 +91,7 @@ def base_mismatch(config: Any, inv_freq: torch.Tensor) -> str | None:
     """
     if rope_types(config) - {"default"} or len(inv_freq) < 2:
         return None
-    probed = math.exp(-math.log(max(abs(inv_freq[1].item()), 1e-30)) * len(inv_freq))
+    probed = base_of(inv_freq)
     declared = [
         (f"{label}.rope_theta", float(p["rope_theta"])) for label, p in rope_sections(config) if "rope_theta" in p
     ]
