@@ -151,9 +151,10 @@ def test_generate_reuses_what_was_warmed_and_reports_it(stories: str, tmp_path: 
     assert exact["moved_tokens"] == 0
 
 
-def test_generate_chat_without_a_template_sends_plain_text(stories: str) -> None:
-    plain, chat = (run("generate", PROMPT, "--model", stories, "--max-new-tokens", "4", *o) for o in ((), ("--chat",)))
-    assert plain.stdout == chat.stdout
+def test_generate_chat_without_a_template_is_refused(stories: str) -> None:
+    refused = run("generate", PROMPT, "--model", stories, "--chat")
+    assert "no chat template" in one_line_error(refused)
+    assert refused.stdout == ""
 
 
 def test_warm_reports_what_it_kept_and_that_it_does_not_last(stories: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from families import VOCABULARY, build
 from kvboost import InputError, KVBoost, ModelError, SettingsError
-from kvboost.config import resolve
+from kvboost.config import resolve, unknown_environment
 from kvboost.hf import declared
 from kvboost.hf.loading import load_model
 from scenario import engine
@@ -28,6 +28,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ([5, VOCABULARY], f"token id {VOCABULARY} is outside of the model's vocabulary"),
     ([5, -1], "token id -1 is outside"),
     (12, "not int"),
+    (["a", "b"], "not list of str"),
+    (b"x", "not bytes"),
     (torch.ones(2, 5, dtype=torch.long), "a tensor prompt holds one sequence"),
     ("text", "need a tokenizer"),
     ([{"role": "user", "content": "x"}], "need a tokenizer"),
@@ -160,3 +162,22 @@ def test_yarn_whose_original_length_was_filled_in_is_reported() -> None:
     parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     config = _Config(rope_scaling=parameters, max_position_embeddings=4096)
     assert "without original_max_position_embeddings" in declared.problems(config)[0]
+
+
+def test_an_environment_variable_that_is_no_setting_is_named_with_the_likely_one() -> None:
+    told = unknown_environment({"KVBOOST_FIDELTY": "exact", "KVBOOST_FIDELITY": "exact", "HOME": "/"})
+    assert told == ["KVBOOST_FIDELTY is no setting; did you mean KVBOOST_FIDELITY?"]
+
+
+def test_messages_that_the_template_cannot_render_are_refused(smollm2_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from kvboost.prompts import render
+
+    with pytest.raises(InputError, match="the chat template cannot render these messages"):
+        render([{"content": "x"}], AutoTokenizer.from_pretrained(smollm2_dir))
+
+
+def test_a_path_that_does_not_exist_is_called_so() -> None:
+    with pytest.raises(ModelError, match="there is no directory '/no/such/model'"):
+        load_model("/no/such/model")

@@ -7,6 +7,7 @@ so a change takes effect on the next request. The kill switch is the OR of all s
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,6 +111,14 @@ def resolve(
         if _validate({"disable": source.get("disable", False)}, {"disable": origin}).disable:
             return Resolved(Settings(disable=True), {**origins, "disable": origin})
     return Resolved(_validate(values, origins), origins)
+
+
+def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for every environment variable that looks like a setting and is none; a typo has no effect."""
+    known = {ENV_PREFIX + name.upper(): None for name in Settings.model_fields}
+    given = [key for key in (os.environ if environ is None else environ) if key.startswith(ENV_PREFIX)]
+    near = {key: difflib.get_close_matches(key, known, 1) for key in given if key not in known}
+    return [f"{key} is no setting{f'; did you mean {m[0]}?' if m else ''}" for key, m in near.items()]
 
 
 def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:

@@ -23,7 +23,7 @@ from kvboost import prompts
 from kvboost.capture import make_records
 from kvboost.chunking import Chunker, Separators, make_chunker
 from kvboost.chunking.explicit import ExplicitChunker
-from kvboost.config import SINK_TOKENS, Settings, resolve
+from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
 from kvboost.errors import InputError, SettingsError
 from kvboost.hf import compat, generation
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
@@ -98,7 +98,7 @@ class KVBoost:
         self._fingerprint = Fingerprint(model, tokenizer)
         self._separators = Separators.from_tokenizer(tokenizer)
         self._chunkers: dict[tuple[object, ...], Chunker] = {}
-        for warning in [*self.support.warnings, *self._limitations()]:
+        for warning in [*unknown_environment(), *self.support.warnings, *self._limitations()]:
             logger.warning("%s: %s", type(model).__name__, warning)
 
     @classmethod
@@ -139,12 +139,16 @@ class KVBoost:
         return Generation(text, new, report, plan, output)
 
     def generate_like_transformers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`model.generate(*args, **kwargs)` through the cache; what the cache cannot serve goes there unchanged."""
+        """`model.generate(*args, **kwargs)` through the cache; what the cache cannot serve goes there unchanged.
+
+        Names of settings in `kwargs` hold for this call and are taken out.
+        """
         started = time.perf_counter()
+        overrides = {k: kwargs.pop(k) for k in list(kwargs) if k in Settings.model_fields}
         input_ids = generation.find_input_ids(args, kwargs)
         rest = {k: v for k, v in kwargs.items() if k not in ("inputs", "input_ids")}
         try:
-            reason = self._refusal(self.settings(), input_ids, rest)
+            reason = self._refusal(self.settings(**overrides), input_ids, rest)
         except SettingsError as error:
             reason = str(error)
         if len(args) > 1:
@@ -152,7 +156,7 @@ class KVBoost:
         if reason is not None:
             self.stats.count_fallback(reason)
             return self.plain_generate(*args, **kwargs)
-        return self._serve(input_ids, rest, {}, started)[0]
+        return self._serve(input_ids, rest, overrides, started)[0]
 
     def plan(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any

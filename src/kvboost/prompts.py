@@ -29,10 +29,13 @@ def encode(prompt: Any, tokenizer: Any, model: PreTrainedModel) -> torch.Tensor:
         ids = prompt.reshape(-1).tolist()
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt) and prompt:
         ids = _tokenize(tokenizer, render(prompt, tokenizer))
-    elif isinstance(prompt, Sequence) and all(isinstance(i, int) for i in prompt):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(i, int) for i in prompt):
         ids = list(prompt)
     else:
-        raise InputError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
+        given = type(prompt).__name__
+        if isinstance(prompt, Sequence) and prompt:
+            given += f" of {type(prompt[0]).__name__}"
+        raise InputError(f"a prompt is text, a list of token ids, or a list of chat messages, not {given}")
     return _checked(ids, model)
 
 
@@ -40,7 +43,10 @@ def render(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
     """Chat messages as text that ends where the answer begins. Raises `InputError` without a chat template."""
     if not getattr(_require(tokenizer), "chat_template", None):
         raise InputError("this tokenizer has no chat template, so messages cannot be rendered; pass text instead")
-    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like: of the message, or of jinja
+        raise InputError(f"the chat template cannot render these messages: {error}") from error
     return text
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvboost.cli.console import err, out, print_json, step
-from kvboost.cli.models import DTypeOption, ModelOption, converse, open_engine, read_texts
+from kvboost.cli.models import DTypeOption, ModelOption, open_engine, read_texts
 from kvboost.cli.reports import report_json, report_table
 from kvboost.errors import InputError
 
@@ -50,7 +50,8 @@ def run(
         with step(f"warming {(warm or [])[i].name}"):
             kv.warm(document)
     with step("generating"):
-        answer = kv.generate(converse(kv, text) if chat else text, **greedy(kv, max_new_tokens), **settings)
+        asked = [{"role": "user", "content": text}] if chat else text
+        answer = kv.generate(asked, **greedy(kv, max_new_tokens), **settings)
     print_answer(answer, report=report, as_json=as_json)
 
 

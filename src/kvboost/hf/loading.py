@@ -17,6 +17,10 @@ def load_model(name: str | Path, *, dtype: str | torch.dtype = "auto", device: s
     Raises `ModelError` if the path is not a model, or the tokenizer cannot be loaded.
     """
     path = Path(name)
+    if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(name).startswith(".")):
+        raise ModelError(
+            f"there is no directory {str(name)!r}. Give a directory saved by save_pretrained, or a hub name"
+        )
     if path.exists() and not (path / "config.json").is_file():
         raise ModelError(
             f"{str(name)!r} is not a model directory: it has no config.json. Give a directory saved by "
