@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from kvboost.hf import compat
 
@@ -32,6 +32,8 @@ UNSERVED_OPTIONS = {
     "low_memory": "low-memory search",
     "guidance_scale": "classifier-free guidance",
 }
+
+DEFAULTS = GenerationConfig()
 
 
 class FirstTokenClock(LogitsProcessor):
@@ -91,11 +93,16 @@ def _is_padded(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[
 
 
 def _effective(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
-    """The value that generate will use: argument, then the given config, then the model's own."""
+    """The value that generate will use: argument, then the given config, then the model's own.
+
+    A config that leaves an option at its default does not decide it: transformers then asks the next one.
+    """
     if name in kwargs:
         return kwargs[name]
+    default = getattr(DEFAULTS, name, None)
     configs = (kwargs.get("generation_config"), model.generation_config)
-    return next((v for c in configs if c is not None and (v := getattr(c, name, None)) is not None), None)
+    values = (getattr(config, name, None) for config in configs if config is not None)
+    return next((v for v in values if v is not None and v != default), default)
 
 
 def _unserved_option(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> str | None:
