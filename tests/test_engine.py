@@ -451,3 +451,18 @@ def test_a_plain_forward_in_another_thread_is_never_touched(model: Any) -> None:
     thread.join()
     assert not wrong
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_prefix_that_would_cost_more_than_it_saves_is_not_taken_from_a_long_prompt() -> None:
+    model = build_fresh("llama")
+    model.config.max_position_embeddings = 1024
+    kv = engine(model)
+    head = random_ids(40, seed=71)
+    greedy(kv.generate, join(head, random_ids(20, seed=72)), 1)
+    short, long = (join(head, random_ids(n, seed=73)) for n in (200, 560))
+    assert kv.plan(short).count(Kind.EXACT) == 40
+    assert kv.plan(long).count(Kind.EXACT) == 0
+    assert kv.plan(long, min_prefix_share=0.0).count(Kind.EXACT) == 40
+    out = greedy(kv.generate, long, 3, min_prefix_share=0.0, continuation_block_tokens=100)
+    assert out.report.exact_tokens == 40
+    assert relative_error(logits(out.output), plain_logits(model, long, 3)) <= 1e-5

@@ -53,9 +53,18 @@ class Settings(BaseModel):
     min_moved_share: float = Field(
         0.05, ge=0, le=1, description="Moved reuse below this share of a prompt is not taken."
     )
+    min_prefix_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="A reused prefix below this share of a long prompt is not taken: it would cost time.",
+    )
     live_suffix_tokens: int = Field(16, ge=1, description="Tokens at the end of a prompt that are never moved.")
     query_block_tokens: int = Field(128, ge=1, description="Query rows per attention block of the selective forward.")
     prefill_block_tokens: int = Field(8192, ge=1, description="Longer prompts are prefilled in blocks of this size.")
+    continuation_block_tokens: int = Field(
+        512, ge=1, description="Rows behind a reused prefix are prefilled in blocks of this size."
+    )
     cache_salt: str = Field("", description="Namespace: requests with different salts never share anything.")
     hash_secret: SecretStr = Field(SecretStr(""), description="Keys the hashes; equal secrets can share a remote tier.")
 

@@ -338,6 +338,8 @@ class KVBoost:
     def _stock_blocks(self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings) -> None:
         """Prefills whole blocks of a long prompt; the rest, at most one block, is left to `model.generate`."""
         block = self.support.block_tokens(input_ids.shape[1], settings)
+        if start and not self.support.regime(input_ids.shape[1]):
+            block = min(block, settings.continuation_block_tokens)
         whole = (input_ids.shape[1] - start - 1) // block * block
         if whole:
             stock_prefill(self.model, input_ids, cache, start + whole, block_tokens=block)
@@ -415,6 +417,7 @@ class KVBoost:
             allow_moved=self.support.allows_moved(num_tokens),
             min_run_tokens=settings.min_run_tokens,
             min_moved_share=settings.min_moved_share,
+            min_prefix_share=settings.min_prefix_share,
             max_variants=settings.max_variants,
             live_suffix_tokens=settings.live_suffix_tokens,
             fresh_tokens=1 + self.support.regime(num_tokens),

@@ -20,6 +20,10 @@ from kvboost.config import SINK_TOKENS
 from kvboost.keys import History, KeySpace
 from kvboost.types import ChunkHeader, Int32Array, Kind, Lineage, ReusePlan, Segment, Span
 
+SHORT_PROMPT_TOKENS = 512
+"""Up to here every exact prefix is used. Behind a cache, fused attention cannot skip the upper triangle, so in a long
+prompt five known tokens in front made the prefill 15 % slower."""
+
 Find = Callable[[Sequence[bytes]], Mapping[bytes, Sequence[ChunkHeader]]]
 
 
@@ -55,6 +59,7 @@ class Limits:
     allow_moved: bool = True
     min_run_tokens: int = 16  # shorter moved runs are computed: loading costs more
     min_moved_share: float = 0.05  # a smaller share of the prompt is not worth making what follows approximate
+    min_prefix_share: float = 0.1  # continuing a cache is slower per row than starting, see SHORT_PROMPT_TOKENS
     max_variants: int = 4
     fresh_tokens: int = 1  # at the end of the prompt that are always computed
     live_suffix_tokens: int = 16  # at the end of the prompt that are never moved: they carry the question
@@ -127,7 +132,9 @@ def make_plan(prompt: Prompt, find: Find, limits: Limits) -> ReusePlan:
         moved = [part.segment(Kind.MOVED, joined=i > 0) for piece in pieces for i, part in enumerate(piece)]
         if sum(len(s.span) for s in moved) >= limits.min_moved_share * num_tokens:
             segments += moved
-    return ReusePlan(num_tokens, _fill_with_fresh(segments, num_tokens), found)
+    plan = ReusePlan(num_tokens, _fill_with_fresh(segments, num_tokens), found)
+    too_short = plan.is_prefix_only and covered < limits.min_prefix_share * num_tokens
+    return ReusePlan.nothing(num_tokens, found) if too_short and num_tokens > SHORT_PROMPT_TOKENS else plan
 
 
 def known_until(sequence: Prompt, find: Find, start: int, stop: int, least: Lineage) -> int:

@@ -151,9 +151,9 @@ class ReusePlan:
     repaired: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))  # sorted positions
 
     @classmethod
-    def nothing(cls, num_tokens: int) -> ReusePlan:
+    def nothing(cls, num_tokens: int, found_tokens: int = 0) -> ReusePlan:
         """A plan that reuses nothing."""
-        return cls(num_tokens, (Segment(Span(0, num_tokens), Kind.FRESH),))
+        return cls(num_tokens, (Segment(Span(0, num_tokens), Kind.FRESH),), found_tokens)
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)
