@@ -33,7 +33,7 @@ class RotarySpec:
     @property
     def stop(self) -> int:
         """One past the last rotated dimension."""
-        return self.start + 2 * len(self.inv_freq)
+        return self.start + 2 * self.inv_freq.shape[-1]
 
 
 NO_ROTATION = RotarySpec("none", torch.empty(0))
@@ -74,7 +74,7 @@ class Rotation:
 
     def apply(self, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
         """Writes `x`, rotated as the given rows of this rotation, to `out`; both [L, H, n, D] or [H, n, D]."""
-        start, stop = self.spec.start, self.spec.start + 2 * self.spec.inv_freq.shape[-1]
+        start, stop = self.spec.start, self.spec.stop
         out[..., :start].copy_(x[..., :start])
         out[..., stop:].copy_(x[..., stop:])
         cos, sin = self.cos[..., rows, :], self.sin[..., rows, :]

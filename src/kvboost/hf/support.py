@@ -215,8 +215,7 @@ def _shift_error(model: PreTrainedModel, layout: KVLayout, ids: torch.Tensor) ->
     source, target = (getattr(c, spec.slot)[0] for c in (near, far))
     old = torch.arange(size, device=ids.device)
     out = torch.empty_like(source[:, :size])
-    cpu = RotarySpec(spec.style, spec.inv_freq.to(ids.device), spec.start, spec.slot)
-    shift(source[:, :size], old, old + CHECK_SHIFT, cpu, out)
+    shift(source[:, :size], old, old + CHECK_SHIFT, spec, out)
     return _relative(out, target[:, CHECK_SHIFT:])
 
 
