@@ -101,10 +101,10 @@ def exact_prefix(cell: Cell) -> PrefixResult:
     )
 
 
-def full_repair(cell: Cell) -> tuple[float, ReuseReport]:
+def full_repair(cell: Cell, strategy: str = "epic") -> tuple[float, ReuseReport]:
     """Reordered documents of which every moved row is recomputed, against a full prefill."""
     model = cell.model()
-    kv = engine(model, recompute_head_tokens=10_000)
+    kv = engine(model, recompute_strategy=strategy, recompute_ratio=1.0)
     greedy(kv.generate, prompt("0123"), 1)
     out = greedy(kv.generate, REORDERED, 1)
     return relative_error(logits(out.output), plain_logits(model, REORDERED, 1)), out.report

@@ -53,6 +53,14 @@ def test_moved_chunks_that_are_repaired_in_full_equal_a_full_prefill(cell: Cell)
     assert error <= bound(cell, FLOAT32_REPAIR, REORDERED)
 
 
+@pytest.mark.parametrize("strategy", ["selective", "cacheblend", "guided"])
+@pytest.mark.parametrize("cell", [c for c in over(MOVABLE) if c.values[0].dtype is torch.float32])
+def test_every_strategy_at_a_full_budget_equals_a_full_prefill(cell: Cell, strategy: str) -> None:
+    error, report = full_repair(cell, strategy)
+    assert report.moved_tokens == report.repaired_tokens > 150
+    assert error <= FLOAT32_REPAIR
+
+
 @pytest.mark.parametrize("cell", over(MOVABLE))
 def test_first_layer_rows_of_a_moved_chunk_are_the_rows_computed_there(cell: Cell) -> None:
     assert shift_error(cell) <= (1e-5 if cell.dtype is torch.float32 else 2**-6)

@@ -35,8 +35,30 @@ class Settings(BaseModel):
     fidelity: Literal["exact", "balanced", "fast"] = Field(
         "balanced", description="exact never uses moved or inexact rows."
     )
-    recompute_strategy: Literal["none", "epic"] = Field("epic", description="Which rows of moved text are recomputed.")
+    recompute_strategy: Literal["none", "selective", "cacheblend", "epic", "guided"] = Field(
+        "guided", description="Which rows of moved text are recomputed."
+    )
+    recompute_ratio: float | None = Field(
+        None, ge=0, le=1, description="Share of the moved rows to recompute, probes included; replaces TOPK and HEAD."
+    )
     recompute_head_tokens: int = Field(8, ge=0, description="epic: rows recomputed at the head of each moved run.")
+    recompute_topk: int = Field(4, ge=0, description="cacheblend: at most so many rows of each moved chunk.")
+    recompute_boundary_tokens: int = Field(
+        12, ge=0, description="selective: rows at each end of a moved run that may be recomputed."
+    )
+    entropy_threshold: float = Field(
+        0.5, ge=0, le=1, description="selective: rows whose attention entropy exceeds this share of log n."
+    )
+    deviation_threshold: float = Field(
+        0.15, ge=0, description="cacheblend: rows whose score exceeds this (nat; or times the prompt's mean for values)."
+    )
+    deviation_score: Literal["attention", "values"] = Field(
+        "attention", description="cacheblend: KL of attention distributions, or squared L2 of values."
+    )
+    sample_step: int = Field(
+        50, ge=0, description="guided: every so many moved rows one is recomputed as a sample; 0 for none."
+    )
+    check_layer: int = Field(1, ge=0, description="cacheblend: the layer at which rows are scored.")
     chunker: Literal["content", "fixed", "semantic"] = Field("content", description="How new text is cut into chunks.")
     chunk_min_tokens: int = Field(32, ge=1, description="Smallest chunk that a rolling-hash cut may leave.")
     chunk_avg_tokens: int = Field(

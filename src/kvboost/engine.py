@@ -26,15 +26,17 @@ from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
 from kvboost.errors import InputError, SettingsError
 from kvboost.hf import compat, generation
+from kvboost.hf.assembly import Assembly
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
-from kvboost.hf.load import LoadTimes, load_rows
+from kvboost.hf.load import load_rows
 from kvboost.hf.loading import check_tokenizer, load_model
-from kvboost.hf.prefill import continuation_logits, model_lock, selective_prefill, stock_prefill
+from kvboost.hf.prefill import continuation_logits, model_lock, stock_prefill
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
 from kvboost.repair import STRATEGIES
+from kvboost.repair.mending import mend
 from kvboost.stats import EngineStats
 from kvboost.store import MemoryTier, Tier
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
@@ -63,6 +65,15 @@ class _Prefilled:
     keys: KeySpace
     cache: DynamicCache
     sources: Mapping[bytes, ChunkHeader]  # headers of the records served
+    report: ReuseReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a prefill served, the cache that it made, and its report so far."""
+
+    plan: ReusePlan
+    cache: DynamicCache
     report: ReuseReport
 
 
@@ -161,16 +172,13 @@ class KVBoost:
     def plan(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any
     ) -> ReusePlan:
-        """What a request would reuse right now. Computes and changes nothing."""
+        """What a request would reuse right now. Computes and changes nothing, so which moved rows would be repaired
+        stays open.
+        """
         settings = self.settings(**request)
-        input_ids = prompts.encode(prompt, self.tokenizer, self.model)
-        tokens = _tokens(input_ids)
-        plan = make_plan(
-            self._named(tokens, settings, self._keys(len(tokens), settings)),
-            self.store.find,
-            self._limits(settings, len(tokens)),
-        )
-        return replace(plan, repaired=STRATEGIES[settings.recompute_strategy](plan, settings))
+        tokens = _tokens(prompts.encode(prompt, self.tokenizer, self.model))
+        named = self._named(tokens, settings, self._keys(len(tokens), settings))
+        return make_plan(named, self.store.find, self._limits(settings, len(tokens)))
 
     def warm(self, text: str, context: str | None = None, **request: Any) -> ReuseReport:
         """Computes `text` behind `context`, or behind the chat template's default system prompt, and keeps its chunks.
@@ -290,23 +298,21 @@ class KVBoost:
             records = self._lease(wanted, leases)
             plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
             looked_up = time.perf_counter()
-            plan = replace(plan, repaired=STRATEGIES[settings.recompute_strategy](plan, settings))
-            selected = time.perf_counter()
-            served = ReusePlan.nothing(plan.num_tokens) if settings.mode == "observe" else plan
-            cache, times, prefill_s = self._forward(served, records, input_ids, settings)
+            if settings.mode == "observe":
+                done = _Done(ReusePlan.nothing(plan.num_tokens), DynamicCache(), ReuseReport.of(plan))
+            elif plan.is_prefix_only:
+                done = self._continue_prefix(plan, records, input_ids, settings)
+            else:
+                done = self._move(plan, records, input_ids, settings)
             sources = {i: r.header for i, r in records.items()}
             loaded = sum(record.num_bytes for record in records.values())
         report = replace(
-            ReuseReport.of(plan),
+            done.report,
             bytes_by_tier={self.store.name: loaded},
             lookup_s=looked_up - began,
-            load_s=times.load_s,
-            shift_s=times.shift_s,
-            select_s=selected - looked_up,
-            prefill_s=prefill_s,
             fallback="observing only" if settings.mode == "observe" else None,
         )
-        return _Prefilled(served, keys, cache, sources, report)
+        return _Prefilled(done.plan, keys, done.cache, sources, report)
 
     def _lease(self, plan: ReusePlan, leases: ExitStack) -> dict[bytes, ChunkKV]:
         """The plan's records and the sources of linked ones, kept until `leases` closes."""
@@ -315,25 +321,39 @@ class KVBoost:
         sources = [r.header.source.record_id for r in records.values() if r.header.source is not None]
         return {**records, **leases.enter_context(self.store.get_many(sources)).records}
 
-    def _forward(
+    def _continue_prefix(
         self, plan: ReusePlan, records: Mapping[bytes, ChunkKV], input_ids: torch.Tensor, settings: Settings
-    ) -> tuple[DynamicCache, LoadTimes, float]:
-        """A cache that `model.generate` can continue: of the reused prefix, or of all tokens but the last."""
+    ) -> _Done:
+        """A cache of the reused prefix and of whole blocks behind it, by the stock forward."""
         layout = self.support.require_layout()
-        regime = self.support.regime(plan.num_tokens)
-        num_rows = plan.prefix_tokens if plan.is_prefix_only else plan.num_tokens - 1
-        payload, times = load_rows(plan, records, layout, regime, num_rows)
+        num_rows = plan.prefix_tokens
+        payload, times = load_rows(plan, records, layout, self.support.regime(plan.num_tokens), num_rows)
         began = time.perf_counter()
-        if plan.is_prefix_only:
-            cache = compat.make_dynamic_cache(*layout.per_layer(payload)) if num_rows else DynamicCache()
-            self._stock_blocks(cache, num_rows, input_ids, settings)
-            return cache, times, time.perf_counter() - began
-        rows = torch.from_numpy(plan.computed_rows(num_rows)).long().to(input_ids.device)
+        cache = compat.make_dynamic_cache(*layout.per_layer(payload)) if num_rows else DynamicCache()
+        self._stock_blocks(cache, num_rows, input_ids, settings)
+        prefill_s = time.perf_counter() - began
+        report = replace(ReuseReport.of(plan), load_s=times.load_s, shift_s=times.shift_s, prefill_s=prefill_s)
+        return _Done(plan, cache, report)
+
+    def _move(
+        self, plan: ReusePlan, records: Mapping[bytes, ChunkKV], input_ids: torch.Tensor, settings: Settings
+    ) -> _Done:
+        """A cache of all tokens but the last: moved rows shifted, some repaired, fresh ones computed, in one forward."""
+        layout = self.support.require_layout()
+        payload, times = load_rows(plan, records, layout, self.support.regime(plan.num_tokens), plan.num_tokens)
+        assembly = Assembly(self.model, self.support, input_ids, plan, payload, settings.query_block_tokens)
         with model_lock(self.model):
-            cache = selective_prefill(
-                self.model, self.support, input_ids, rows, payload, query_block_tokens=settings.query_block_tokens
-            )
-        return cache, times, time.perf_counter() - began
+            mended = mend(assembly, STRATEGIES[settings.recompute_strategy], settings)
+        keys, values = layout.per_layer(payload)
+        cache = compat.make_dynamic_cache([k[:, :, :-1] for k in keys], [v[:, :, :-1] for v in values])
+        report = replace(
+            ReuseReport.of(mended.plan, mended.probed_rows),
+            load_s=times.load_s,
+            shift_s=times.shift_s,
+            select_s=mended.select_s,
+            prefill_s=mended.prefill_s,
+        )
+        return _Done(mended.plan, cache, report)
 
     def _stock_blocks(self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings) -> None:
         """Prefills whole blocks of a long prompt; the rest, at most one block, is left to `model.generate`."""

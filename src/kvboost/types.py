@@ -225,10 +225,10 @@ class ReuseReport:
     fallback: str | None = None  # why (a part of) the cache was not used
 
     @classmethod
-    def of(cls, plan: ReusePlan) -> ReuseReport:
-        """The counts of a plan."""
+    def of(cls, plan: ReusePlan, probed_rows: float = 0.0) -> ReuseReport:
+        """The counts of a plan; `probed_rows` were computed besides, to choose rows or twice (rows x layers / layers)."""
         fresh = plan.count(Kind.FRESH)
-        recomputed = len(plan.repaired) + max(0, plan.found_tokens - (plan.num_tokens - fresh))
+        recomputed = probed_rows + len(plan.repaired) + max(0, plan.found_tokens - (plan.num_tokens - fresh))
         return cls(
             plan.num_tokens,
             exact_tokens=plan.count(Kind.EXACT),

@@ -18,7 +18,7 @@ import torch
 
 from kvboost.hf.declared import max_positions
 from kvboost.hf.load import load_rows
-from kvboost.hf.prefill import selective_prefill
+from kvboost.hf.assembly import Assembly
 from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, Kind, Lineage, ReusePlan, Segment, Span
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ def _forward(kv: KVBoost, context: int, num_rows: int) -> float:
     ids = torch.full((1, total), 5, device=kv.model.device)
     rows = torch.arange(context, total, device=kv.model.device)
     block = kv.settings().query_block_tokens
+    assembly = Assembly(kv.model, kv.support, ids, ReusePlan.nothing(total), payload, block)
     began = time.perf_counter()
-    selective_prefill(kv.model, kv.support, ids, rows, payload, query_block_tokens=block)
+    assembly.forward(rows, assembly.splice_layers(rows))
     _wait(kv)
     return time.perf_counter() - began
 

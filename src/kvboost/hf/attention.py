@@ -46,6 +46,8 @@ class Job:
     windows: Sequence[int | None] | None  # None: being probed, nothing is masked by window
     block: int = 128
     honour_softcap: bool = False
+    hidden: torch.Tensor | None = None  # bool [T]: positions that hold no row yet
+    observe: Observer | None = None
     seen: list[tuple[int, int]] = field(default_factory=list)  # probing: (layer, index into `rules`)
     rules: list[Callable[..., Any]] = field(default_factory=list)  # probing: the model's own mask functions
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict)
@@ -70,6 +72,8 @@ class Job:
             hidden = keys[None] > rows[:, None]
             if window is not None:
                 hidden |= keys[None] <= rows[:, None] - window
+            if self.hidden is not None:
+                hidden |= self.hidden[None, start:stop]
             mask = torch.zeros(hidden.shape, dtype=dtype, device=rows.device).masked_fill_(hidden, -torch.inf)
             yield Block(slice(first, first + len(rows)), slice(start, stop), mask)
 
@@ -81,6 +85,36 @@ class Block:
     queries: slice
     keys: slice
     mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """What an observer is shown of one block in one layer: `query` [Hq, m, D], `key`, `value` [H, T, D] of all rows."""
+
+    layer: int
+    block: Block
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    softcap: float | None
+
+    def log_weights(self, key: torch.Tensor | None = None) -> torch.Tensor:
+        """Log of the attention weights, float32 [Hq, m, n] over the block's keys; with other keys if given."""
+        keys = (self.key if key is None else key)[:, self.block.keys]
+        keys = keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
+        logits = (self.query @ keys.transpose(1, 2)).float() * self.scaling
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return (logits + self.block.mask.float()).log_softmax(-1)
+
+
+Observer = Callable[[Look], None]
+"""Sees every block of a selective forward before it attends; it may stop the forward by raising `Enough`."""
+
+
+class Enough(Exception):
+    """Raised inside a forward that has shown what it was run for; caught by whoever started it."""
 
 
 _job: ContextVar[Job | None] = ContextVar("kvboost_attention_job", default=None)
@@ -167,6 +201,9 @@ def _attend(
     parts = []
     for block in job.blocks(window, query.dtype):
         q, k, v = query[:, :, block.queries], key[:, :, block.keys], value[:, :, block.keys]
+        if job.observe is not None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            job.observe(Look(layer, block, q[0], key[0], value[0], scale, softcap if job.honour_softcap else None))
         if softcap is not None and job.honour_softcap:
             parts.append(_soft_capped(q, k, v, block.mask, scaling, softcap))
         else:

@@ -10,7 +10,7 @@ import torch
 
 from kvboost.hf.layout import KVLayout
 from kvboost.rotary import RotarySpec, Rotation, make_rotation
-from kvboost.types import ChunkKV, LayerKV, ReusePlan, Segment
+from kvboost.types import ChunkKV, Kind, LayerKV, ReusePlan, Segment
 
 
 @dataclass(slots=True)
@@ -28,8 +28,12 @@ def load_rows(
     regime: int,
     num_rows: int,
 ) -> tuple[tuple[LayerKV, ...], LoadTimes]:
-    """Allocates `num_rows` rows per layer group and fills those that the plan reuses; the others hold anything."""
+    """Allocates `num_rows` rows per layer group and fills those that the plan reuses; FRESH rows are zero."""
     payload, times = layout.allocate(num_rows), LoadTimes()
+    for span in plan.spans(Kind.FRESH):
+        for rows in payload:
+            rows.keys[:, :, span.start : span.stop] = 0
+            rows.values[:, :, span.start : span.stop] = 0
     pieces = [_Piece.of(s, records) for s in plan if s.record_id is not None and s.span.start < num_rows]
     for i, group in enumerate(layout.groups):
         spec = group.rotary[regime]

@@ -4,13 +4,15 @@ After EPIC (Hu et al. 2024, "Efficient Position-Independent Caching"), which rec
 here of each *run*, since chunks that were neighbours when captured have no seam between them.
 """
 
-import numpy as np
+import math
 
 from kvboost.config import Settings
-from kvboost.types import Int32Array, ReusePlan
+from kvboost.hf.assembly import Assembly
+from kvboost.repair.selection import Selection, heads
 
 
-def select_run_heads(plan: ReusePlan, settings: Settings) -> Int32Array:
-    """The first `recompute_head_tokens` positions of every run."""
-    heads = [np.arange(r.start, min(r.stop, r.start + settings.recompute_head_tokens)) for r in plan.runs]
-    return np.concatenate([np.empty(0, np.int32), *heads]).astype(np.int32)
+def select_run_heads(assembly: Assembly, settings: Settings) -> Selection:
+    """The first `recompute_head_tokens` positions of every run, or `recompute_ratio` of each run."""
+    runs, ratio = assembly.plan.runs, settings.recompute_ratio
+    sizes = [settings.recompute_head_tokens if ratio is None else math.ceil(ratio * len(run)) for run in runs]
+    return Selection(heads(runs, sizes))

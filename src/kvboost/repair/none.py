@@ -1,11 +1,10 @@
 """Shift the keys and recompute nothing."""
 
-import numpy as np
-
 from kvboost.config import Settings
-from kvboost.types import Int32Array, ReusePlan
+from kvboost.hf.assembly import Assembly
+from kvboost.repair.selection import Selection
 
 
-def select_nothing(plan: ReusePlan, settings: Settings) -> Int32Array:
+def select_nothing(assembly: Assembly, settings: Settings) -> Selection:
     """No rows."""
-    return np.empty(0, np.int32)
+    return Selection()
