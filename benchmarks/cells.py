@@ -34,8 +34,8 @@ DOCUMENT_TOKENS = 160
 SPLITS = {"tune": 40, "calibrate": 40, "test": 200}
 CONTEXTS = ("isolated", "related", "unrelated")
 SYSTEM = (
-    "You are a careful assistant. Several documents follow, each behind its number and a line of dashes. Read all of "
-    "them with care, then answer the question that stands at the end. Answer in one or two short sentences.\n\n"
+    "You are a careful assistant. Several documents follow, each behind a line of dashes. Read all of them with "
+    "care, then answer the question that stands at the end. Answer in one or two short sentences.\n\n"
 )
 HARD = (
     "Compare documents {a} and {b}: what does each say that the other does not?",

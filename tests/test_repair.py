@@ -101,7 +101,7 @@ def test_attention_change_is_nothing_at_the_first_layer_and_something_behind_it(
     moved = torch.from_numpy(moved_positions(kv.plan(MOVED))).long()
     later, _ = signals.attention_change(assembled(kv), every, 2)
     assert first[moved].abs().max() <= 1e-5
-    assert later[moved].max() > 1e-3
+    assert later[moved].max() > 100 * first[moved].abs().max()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3"])
@@ -142,7 +142,8 @@ def test_selective_takes_boundary_rows_only_and_fewer_with_a_higher_threshold() 
         near = [set(range(r.start, r.start + 6)) | set(range(r.stop - 6, r.stop)) for r in assembly.plan.runs]
         assert set(rows.tolist()) <= set().union(*near)
         taken.append(len(rows))
-    assert taken[0] > taken[1] >= taken[2]
+    assert taken[0] >= taken[1] >= taken[2]
+    assert taken[0] > taken[2] == 0, "no entropy exceeds log n"
 
 
 def test_cacheblend_takes_at_most_topk_rows_of_a_chunk_and_none_below_the_threshold() -> None:
