@@ -39,7 +39,7 @@ SYSTEM = (
 )
 HARD = (
     "Compare documents {a} and {b}: what does each say that the other does not?",
-    "Which document stands directly after the one that begins with \"{quote}\", and what is it about?",
+    'Which document stands directly after the one that begins with "{quote}", and what is it about?',
     "Name the documents in the order in which they stand, with a few words for each.",
     "Leave document {a} aside. What do the other documents have in common?",
     "Which of the documents do not mention what document {b} is about?",
@@ -160,7 +160,9 @@ def _case(kind: str, split: str, number: int, drawn: list[int], rng: random.Rand
     target, second = rng.sample(range(DOCUMENTS), 2)
     template = rng.randrange(len(HARD)) if number % 2 else rng.choice((-1, -2))
     start = rng.randrange(20, DOCUMENT_TOKENS - 70)
-    return Case(kind, split, number, drawn[:DOCUMENTS], order, captured, drawn[DOCUMENTS:], target, second, start, template)
+    return Case(
+        kind, split, number, drawn[:DOCUMENTS], order, captured, drawn[DOCUMENTS:], target, second, start, template
+    )
 
 
 def load(kinds: list[str], splits: list[str], limit: int | None = None) -> list[Case]:

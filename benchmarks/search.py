@@ -9,6 +9,7 @@ the strategy `guided` for one call.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
 from kvboost.hf.attention import Look
+from kvboost.hf.correction import CorrectingLayer, shrunken_mean
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 from kvboost.hf.signals import value_change
 from kvboost.repair import STRATEGIES
@@ -48,29 +50,28 @@ class Variant:
     spread: int = 0  # smooth the score over so many neighbours to each side
     prior: float = 0.0  # extra weight of rows near the head of their chunk
     blind: bool = False  # no question probe at all
+    pooled: bool = False  # shrink towards the mean of all runs, not towards nothing
+    slots: str = "both"  # what the sample corrects: both | values | keys
 
 
 VARIANTS: Mapping[str, Variant] = {
     "attention": Variant(),
-    "attention, all layers": Variant(mass="all"),
-    "attention x |V|": Variant(mass="valued"),
-    "attention, peak head": Variant(mass="peak"),
-    "attention, root": Variant(mass="rooted"),
-    "attention + grid 25": Variant(step=25),
-    "attention + grid 50": Variant(step=50),
-    "attention + grid 25, no correction": Variant(step=25, correct=False),
-    "|V| + grid 25": Variant(mass="valued", step=25),
-    "|V| + grid 50": Variant(mass="valued", step=50),
-    "attention x change": Variant(power=1.0),
-    "attention x root change": Variant(power=0.5),
-    "|V| x change + grid 25": Variant(mass="valued", power=0.5, step=25),
-    "attention + heads 4": Variant(heads=4),
-    "attention + heads 8": Variant(heads=8),
-    "attention, smoothed": Variant(spread=1),
-    "attention + prior": Variant(prior=3.0),
-    "grid 12": Variant(step=12, blind=True),
+    "peak": Variant(mass="peak"),
+    "attention, grid 25": Variant(step=25),
+    "peak, grid 25": Variant(mass="peak", step=25),
+    "attention, grid 12": Variant(step=12),
+    "peak, grid 12": Variant(mass="peak", step=12),
+    "|V|, grid 12": Variant(mass="valued", step=12),
+    "root, grid 12": Variant(mass="rooted", step=12),
+    "attention, grid 12, uncorrected": Variant(step=12, correct=False),
+    "attention, grid 12, heads 4": Variant(step=12, heads=4),
+    "attention, grid 12, pooled": Variant(step=12, pooled=True),
+    "attention, grid 12, values only": Variant(step=12, slots="values"),
+    "attention x change, grid 12": Variant(step=12, power=0.5),
     "grid 7": Variant(step=7, blind=True),
+    "grid 7, pooled": Variant(step=7, blind=True, pooled=True),
 }
+BASELINES = ("none", "epic", "cacheblend", "cacheblend-kl")
 
 
 class Chooser:
@@ -148,17 +149,53 @@ def look_all(assembly: Assembly, asked: Int32Array) -> dict[str, torch.Tensor]:
     return mass
 
 
+def pooled_mean(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """As `shrunken_mean`, in two steps: of all chunks together, then of what each has besides."""
+    one = torch.zeros_like(chunk)
+    common = shrunken_mean(change, one, counts.sum()[None])
+    return common + shrunken_mean(change - common, chunk, counts)
+
+
+def slot_filter(slots: str) -> Callable[..., None]:
+    """`CorrectingLayer._correct`, for one slot only."""
+    original = CorrectingLayer._correct
+
+    def correct(self: CorrectingLayer, stored: torch.Tensor, fresh: torch.Tensor, *, rotated: bool) -> None:
+        if slots == "both" or rotated == (slots == "keys"):
+            original(self, stored, fresh, rotated=rotated)
+
+    return correct
+
+
+@contextlib.contextmanager
+def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
+    """Yields what switches to a variant by name; everything is as before afterwards."""
+    with contextlib.ExitStack() as stack:
+        inner = stack.enter_context(contextlib.ExitStack())
+
+        def switch(name: str) -> None:
+            inner.close()
+            if name in BASELINES:
+                return
+            chooser.variant = VARIANTS[name]
+            inner.enter_context(mock.patch.dict(STRATEGIES, guided=chooser))  # type: ignore[arg-type]
+            if chooser.variant.pooled:
+                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_mean", pooled_mean))
+            if chooser.variant.slots != "both":
+                filtered = slot_filter(chooser.variant.slots)
+                inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", filtered))
+
+        yield switch
+
+
 def measure(
-    kv: KVBoost, reader: cells.Reader, case: cells.Case, variants: Mapping[str, Variant], contexts: list[str]
+    kv: KVBoost, reader: cells.Reader, case: cells.Case, variants: Mapping[str, Any], contexts: list[str]
 ) -> Iterator[Result]:
     """As `repair.measure`, for variants of one strategy."""
     chooser = Chooser()
-
-    def prepare(name: str) -> None:
-        chooser.variant = variants.get(name, Variant())
-
-    with mock.patch.dict(STRATEGIES, guided=chooser):  # type: ignore[arg-type]
-        yield from repair.measure(kv, reader, case, dict.fromkeys(variants, {}), contexts, before=prepare, begin=chooser.forget)
+    settings = {name: repair.SYSTEMS.get(name, {"recompute_strategy": "guided"}) for name in variants}
+    with patched(chooser) as switch:
+        yield from repair.measure(kv, reader, case, settings, contexts, before=switch, begin=chooser.forget)
 
 
 def main() -> None:
@@ -167,7 +204,7 @@ def main() -> None:
     parser.add_argument("--gemma", action="store_true")
     parser.add_argument("--kinds", nargs="+", default=list(cells.KINDS), choices=cells.KINDS)
     parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=cells.CONTEXTS)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=[*BASELINES, *VARIANTS])
     parser.add_argument("--limit", type=int, default=10)
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--threads", type=int, default=2)
@@ -177,9 +214,8 @@ def main() -> None:
     kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
     number, of = map(int, arguments.shard.split("/"))
     chosen = cells.load(arguments.kinds, ["tune"], arguments.limit)[number::of]
-    variants = {name: VARIANTS[name] for name in arguments.variants}
-    work: Callable[..., Any] = measure
-    report(repair.run(kv, chosen, variants, arguments.contexts, arguments.out, work), ours="attention")
+    variants = dict.fromkeys(arguments.variants)
+    report(repair.run(kv, chosen, variants, arguments.contexts, arguments.out, measure), ours="attention")
 
 
 if __name__ == "__main__":

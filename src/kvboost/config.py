@@ -50,7 +50,9 @@ class Settings(BaseModel):
         0.5, ge=0, le=1, description="selective: rows whose attention entropy exceeds this share of log n."
     )
     deviation_threshold: float = Field(
-        0.15, ge=0, description="cacheblend: rows whose score exceeds this (nat; or times the prompt's mean for values)."
+        0.15,
+        ge=0,
+        description="cacheblend: rows whose score exceeds this (nat; or times the prompt's mean for values).",
     )
     deviation_score: Literal["attention", "values"] = Field(
         "attention", description="cacheblend: KL of attention distributions, or squared L2 of values."

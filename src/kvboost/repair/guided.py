@@ -13,7 +13,7 @@ from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
 from kvboost.hf.signals import glance
 from kvboost.repair.selection import Selection, moved_positions, no_rows, top
-from kvboost.types import Int32Array, Kind, ReusePlan
+from kvboost.types import Int32Array, ReusePlan
 
 DEFAULT_RATIO = 0.15
 QUESTION_ROWS = 48  # at most so many rows at the end of the prompt are asked what they attend to
@@ -44,10 +44,10 @@ def question(plan: ReusePlan) -> Int32Array:
 
 
 def sample(plan: ReusePlan, step: int) -> Int32Array:
-    """Every `step`-th position of each moved segment, from the middle of the first step on."""
+    """Every `step`-th position of each moved run, from the middle of the first step on."""
     if not step:
         return no_rows()
-    grids = [np.arange(s.start + step // 2, s.stop, step, dtype=np.int32) for s in plan.spans(Kind.MOVED)]
+    grids = [np.arange(r.start + step // 2, r.stop, step, dtype=np.int32) for r in plan.runs]
     return np.concatenate([no_rows(), *grids])
 
 

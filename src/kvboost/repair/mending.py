@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +14,10 @@ from kvboost.hf.assembly import Assembly
 from kvboost.hf.correction import CorrectingLayer, Sample, layer_rotations
 from kvboost.hf.splice import SpliceLayer
 from kvboost.repair.selection import Selection, Strategy
-from kvboost.types import Int32Array, Kind, ReusePlan
+from kvboost.types import Int32Array, ReusePlan, Span
+
+PIECE_TOKENS = 256
+"""What a chunk lacks is common to rows that stand near one another."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +55,19 @@ def compute(assembly: Assembly, rows: Int32Array, sampled: Int32Array) -> torch.
 def cache_layers(assembly: Assembly, at: torch.Tensor, rows: Int32Array, sampled: Int32Array) -> list[SpliceLayer]:
     """Splice layers, correcting ones where a sample is given."""
     layers = assembly.splice_layers(at)
-    chunks = assembly.plan.spans(Kind.MOVED)
-    sample = Sample.of(rows, sampled, chunks, at.device) if len(sampled) else None
+    sample = Sample.of(rows, sampled, pieces(assembly.plan.runs), at.device) if len(sampled) else None
     if sample is None:
         return layers
     regime = assembly.support.regime(assembly.plan.num_tokens)
     turns = layer_rotations(assembly.layout, regime, assembly.plan.num_tokens)
     return [CorrectingLayer(la.keys, la.values, at, sample, turn) for la, turn in zip(layers, turns, strict=True)]
 
+
+def pieces(runs: Sequence[Span]) -> list[Span]:
+    """Runs cut into parts of about equal size, none larger than `PIECE_TOKENS`: one correction is learnt for each."""
+    cut: list[Span] = []
+    for run in runs:
+        count = -(-len(run) // PIECE_TOKENS)
+        edges = [run.start + len(run) * i // count for i in range(count + 1)]
+        cut += [Span(a, b) for a, b in itertools.pairwise(edges)]
+    return cut

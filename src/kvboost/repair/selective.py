@@ -27,7 +27,9 @@ def select_wide_boundaries(assembly: Assembly, settings: Settings) -> Selection:
     positions = boundaries(runs, width)
     if not len(positions):
         return Selection()
-    entropy, probed = attention_entropy(assembly, assembly.positions(positions), min(ENTROPY_LAYER, assembly.num_layers - 1))
+    entropy, probed = attention_entropy(
+        assembly, assembly.positions(positions), min(ENTROPY_LAYER, assembly.num_layers - 1)
+    )
     if ratio is not None:
         return Selection(top(positions, entropy, ratio * moved - probed), probed_rows=probed)
     return Selection(positions[(entropy > settings.entropy_threshold).cpu().numpy()], probed_rows=probed)
@@ -36,4 +38,6 @@ def select_wide_boundaries(assembly: Assembly, settings: Settings) -> Selection:
 def boundaries(runs: list[Span], width: int) -> Int32Array:
     """The first and last `width` positions of every run, sorted."""
     inside = [np.arange(r.start, r.stop, dtype=np.int32) for r in runs]
-    return np.concatenate([no_rows(), *(p if len(p) <= 2 * width else np.concatenate([p[:width], p[-width:]]) for p in inside if width)])
+    return np.concatenate(
+        [no_rows(), *(p if len(p) <= 2 * width else np.concatenate([p[:width], p[-width:]]) for p in inside if width)]
+    )
