@@ -27,8 +27,9 @@ def prompt(order: str = "0123", *, head: torch.Tensor = SYSTEM, question: torch.
 
 
 def engine(model: PreTrainedModel, **flags: Any) -> KVBoost:
-    """An engine with small chunks and no cap on what is moved."""
-    return KVBoost(model, **{**SMALL, "min_moved_share": 0.0, **flags})
+    """An engine with small chunks, no cap on what is moved, and the plainest repair, never judged."""
+    plain = {"min_moved_share": 0.0, "recompute_strategy": "epic", "gate": False}
+    return KVBoost(model, **{**SMALL, **plain, **flags})
 
 
 def plain_logits(model: PreTrainedModel, input_ids: torch.Tensor, new_tokens: int = 6) -> torch.Tensor:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from families import MOVABLE, Family, build
+from families import BY_NAME, MOVABLE, Family, build
 from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.hf import compat, probe, signals
 from kvboost.hf.assembly import Assembly
-from kvboost.hf.correction import layer_rotations, shrunken_mean
+from kvboost.hf.correction import layer_rotations, shrunken_mean, shrunken_means
 from kvboost.hf.load import load_rows
 from kvboost.repair import STRATEGIES
 from kvboost.repair.guided import question
@@ -38,7 +38,7 @@ def assembled(kv: KVBoost, input_ids: torch.Tensor = MOVED) -> Assembly:
 
 def warmed(name: str = "llama", **flags: Any) -> KVBoost:
     """An engine that has seen the documents in their natural order."""
-    kv = engine(build(name), **flags)
+    kv = engine(build(name, BY_NAME[name].attention[0]), **{"recompute_strategy": "guided", **flags})
     greedy(kv.generate, prompt("0123"), 1)
     return kv
 
@@ -47,7 +47,7 @@ def warmed(name: str = "llama", **flags: Any) -> KVBoost:
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.6])
 def test_a_strategy_keeps_to_its_budget_and_charges_its_probes(strategy: str, ratio: float) -> None:
     kv = warmed()
-    settings = Settings(recompute_strategy=strategy, recompute_ratio=ratio, **{"check_layer": 1})
+    settings = Settings(recompute_strategy=strategy, recompute_ratio=ratio, check_layer=1)
     assembly = assembled(kv)
     chosen = STRATEGIES[strategy](assembly, settings)
     moved = moved_positions(assembly.plan)
@@ -167,11 +167,21 @@ def test_a_common_error_of_a_chunk_is_learnt_from_the_sample_and_taken_away(fami
     rows = np.union1d(assembly.plan.computed_rows(MOVED.shape[1]), sampled)
     compute(assembly, rows, sampled)
     rest = np.setdiff1d(moved, rows)
-    for layer, (keys, values) in enumerate(zip(*assembly.layout.per_layer(assembly.payload), strict=True)):
-        if layer == 0:  # layer-0 rows do not depend on context, so what was planted is the whole error
-            truth = assembly.layout.per_layer(clean)
-            assert relative_error(keys[:, :, rest], truth[0][0][:, :, rest]) <= 1e-3
-            assert relative_error(values[:, :, rest], truth[1][0][:, :, rest]) <= 1e-3
+    for side in (0, 1):  # layer-0 rows do not depend on context, so what was planted is the whole error
+        mended, truth = (assembly.layout.per_layer(p)[side][0][:, :, rest] for p in (assembly.payload, clean))
+        assert relative_error(mended, truth) <= 1e-3
+
+
+def test_what_a_sample_taught_is_kept_with_the_chunk_and_served_again_with_its_answer() -> None:
+    kv = warmed(sample_step=4, recompute_ratio=0.6)
+    first = greedy(kv.generate, MOVED, 4)
+    again = greedy(kv.generate, MOVED, 4)
+    assert first.report.moved_tokens > first.report.repaired_tokens > 0
+    assert again.report.moved_tokens == 0
+    assert again.report.continued_tokens > 150
+    assert relative_error(logits_of(again.output), logits_of(first.output)) <= 1e-5
+    headers = [h for s in again.plan if s.record_id for h in kv.store.get_many([s.record_id]).records.values()]
+    assert any(h.header.corrected for h in headers)
 
 
 def spoil(assembly: Assembly) -> None:
@@ -193,6 +203,8 @@ def test_the_shrunken_mean_is_the_mean_of_a_common_change_and_nothing_of_noise()
     found = shrunken_mean(noise + common, chunk, counts)
     assert (found - common).abs().max() < 0.3
     assert shrunken_mean(noise, chunk, counts).norm(dim=-1).max() < 0.25
+    both = shrunken_means(noise + common, chunk, counts)
+    assert (both - common).abs().max() < 0.3
     exact = shrunken_mean(common.expand(2, 400, 8), chunk, counts)
     torch.testing.assert_close(exact, common.expand(2, 2, 8))
 

@@ -1,8 +1,9 @@
 """From a finished forward to records: what is worth keeping, under which names, and how true it is.
 
     segment     EXACT, CONTINUED      MOVED                                  FRESH
-    kept as     already stored        a link: the source, and the repaired   own rows, cut at chunk boundaries
-                                      rows; a moved copy is never stored
+    kept as     already stored        a link: the source, the repaired       own rows, cut at chunk boundaries
+                                      rows, and what corrects the others;
+                                      a moved copy is never stored
 
 The lineage of fresh rows is the worst of what they were computed behind, so an inexact row never makes an exact one.
 """
@@ -10,10 +11,13 @@ The lineage of fresh rows is the worst of what they were computed behind, so an 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from kvboost.hf.compat import Cache
+from kvboost.hf.correction import Correction
 from kvboost.hf.layout import KVLayout
 from kvboost.planning import Find, Prompt, known_until
 from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, Kind, LayerKV, Lineage, Link, ReusePlan, Segment, Span
@@ -29,11 +33,12 @@ def make_records(
     sources: Mapping[bytes, ChunkHeader],
     find: Find,
     num_rows: int,
+    correction: Correction | None = None,
 ) -> list[ChunkKV]:
     """Records for the rows of `cache` that `plan` did not find, and links for those that it moved.
 
     `sequence` holds the prompt and what was generated after it, of which `num_rows` rows are in the cache. `sources`
-    are the headers of the records that the plan served.
+    are the headers of the records that the plan served, `correction` is what was added to moved rows.
     """
     records: list[ChunkKV] = []
     lineage = Lineage.BIT_EXACT
@@ -46,7 +51,8 @@ def make_records(
             records += [_own_rows(sequence, piece, lineage, cache, layout) for piece in pieces]
         elif segment.kind is Kind.MOVED:
             lineage = Lineage.APPROXIMATE
-            records.append(_link(sequence, segment, plan, sources[segment.record_id or b""], cache, layout))
+            link = _link(sequence, segment, plan, sources[segment.record_id or b""], cache, layout)
+            records.append(link if correction is None else _corrected(link, correction))
         elif segment.kind is Kind.CONTINUED:
             lineage = min(lineage, sources[segment.record_id or b""].lineage)
     return records
@@ -100,6 +106,20 @@ def _link(
         rows=(inside - span.start).astype(np.int32),
     )
     return ChunkKV(header, _gather_rows(inside, cache, layout))
+
+
+def _corrected(link: ChunkKV, correction: Correction) -> ChunkKV:
+    """The link with one row more: what was added to the chunk's other rows."""
+    number = correction.chunks.index(link.header.span)
+    pairs = zip(link.payload, correction.added, strict=True)
+    payload = tuple(
+        LayerKV(
+            torch.cat([own.keys, added.keys[:, :, number : number + 1]], 2),
+            torch.cat([own.values, added.values[:, :, number : number + 1]], 2),
+        )
+        for own, added in pairs
+    )
+    return ChunkKV(replace(link.header, corrected=True), payload)
 
 
 def _gather_rows(

@@ -33,7 +33,12 @@ class Settings(BaseModel):
         description="off: plain HF. observe: plan and report, serve nothing. exact: EXACT hits only. on: all kinds.",
     )
     fidelity: Literal["exact", "balanced", "fast"] = Field(
-        "balanced", description="exact never uses moved or inexact rows."
+        "balanced",
+        description="exact never uses moved or inexact rows; the others bound their error.",
+    )
+    gate: bool = Field(True, description="Estimate how far off a moved prompt is; above the bound, compute more.")
+    risk_bound: float | None = Field(
+        None, ge=0, description="Largest estimated KL (nat per token) that is served; replaces the bound of `fidelity`."
     )
     recompute_strategy: Literal["none", "selective", "cacheblend", "epic", "guided"] = Field(
         "guided", description="Which rows of moved text are recomputed."

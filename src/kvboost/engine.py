@@ -28,6 +28,7 @@ from kvboost.errors import InputError, SettingsError
 from kvboost.hf import compat, generation
 from kvboost.hf.assembly import Assembly
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
+from kvboost.hf.correction import Correction
 from kvboost.hf.fingerprint import Fingerprint
 from kvboost.hf.load import load_rows
 from kvboost.hf.loading import check_tokenizer, load_model
@@ -36,7 +37,8 @@ from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
 from kvboost.repair import STRATEGIES
-from kvboost.repair.mending import mend
+from kvboost.repair.gate import bound
+from kvboost.repair.mending import Mended, mend
 from kvboost.stats import EngineStats
 from kvboost.store import MemoryTier, Tier
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
@@ -66,6 +68,7 @@ class _Prefilled:
     cache: DynamicCache
     sources: Mapping[bytes, ChunkHeader]  # headers of the records served
     report: ReuseReport
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class _Done:
     plan: ReusePlan
     cache: DynamicCache
     report: ReuseReport
+    correction: Correction | None = None
 
 
 class KVBoost:
@@ -310,9 +314,9 @@ class KVBoost:
             done.report,
             bytes_by_tier={self.store.name: loaded},
             lookup_s=looked_up - began,
-            fallback="observing only" if settings.mode == "observe" else None,
+            fallback="observing only" if settings.mode == "observe" else done.report.fallback,
         )
-        return _Prefilled(done.plan, keys, done.cache, sources, report)
+        return _Prefilled(done.plan, keys, done.cache, sources, report, done.correction)
 
     def _lease(self, plan: ReusePlan, leases: ExitStack) -> dict[bytes, ChunkKV]:
         """The plan's records and the sources of linked ones, kept until `leases` closes."""
@@ -338,12 +342,14 @@ class KVBoost:
     def _move(
         self, plan: ReusePlan, records: Mapping[bytes, ChunkKV], input_ids: torch.Tensor, settings: Settings
     ) -> _Done:
-        """A cache of all tokens but the last: moved rows shifted, some repaired, fresh ones computed, in one forward."""
+        """A cache of all tokens but the last: moved rows shifted, some repaired, fresh ones computed."""
         layout = self.support.require_layout()
         payload, times = load_rows(plan, records, layout, self.support.regime(plan.num_tokens), plan.num_tokens)
         assembly = Assembly(self.model, self.support, input_ids, plan, payload, settings.query_block_tokens)
         with model_lock(self.model):
             mended = mend(assembly, STRATEGIES[settings.recompute_strategy], settings)
+        if mended.risk is not None and mended.risk > bound(settings):
+            return self._give_up_moved(plan, mended, records, input_ids, settings)
         keys, values = layout.per_layer(payload)
         cache = compat.make_dynamic_cache([k[:, :, :-1] for k in keys], [v[:, :, :-1] for v in values])
         report = replace(
@@ -352,8 +358,34 @@ class KVBoost:
             shift_s=times.shift_s,
             select_s=mended.select_s,
             prefill_s=mended.prefill_s,
+            risk=mended.risk,
+            signs=mended.signs.as_dict() if mended.signs is not None else {},
+            escalations=mended.attempts - 1,
         )
-        return _Done(mended.plan, cache, report)
+        return _Done(mended.plan, cache, report, mended.correction)
+
+    def _give_up_moved(
+        self,
+        plan: ReusePlan,
+        mended: Mended,
+        records: Mapping[bytes, ChunkKV],
+        input_ids: torch.Tensor,
+        settings: Settings,
+    ) -> _Done:
+        """The prefix and a full prefill, since the estimated error of the moved rows is above the bound."""
+        done = self._continue_prefix(plan.prefix_only(), records, input_ids, settings)
+        wasted = mended.probed_rows + len(mended.plan.computed_rows(plan.num_tokens))
+        report = replace(
+            ReuseReport.of(done.plan, wasted),
+            load_s=done.report.load_s,
+            select_s=mended.select_s + mended.prefill_s,
+            prefill_s=done.report.prefill_s,
+            risk=0.0,
+            signs=mended.signs.as_dict() if mended.signs is not None else {},
+            escalations=mended.attempts,
+            fallback="the estimated error of moved text is above the bound",
+        )
+        return _Done(done.plan, done.cache, report)
 
     def _stock_blocks(self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings) -> None:
         """Prefills whole blocks of a long prompt; the rest, at most one block, is left to `model.generate`."""
@@ -404,6 +436,7 @@ class KVBoost:
             prefilled.sources,
             self.store.find,
             num_rows,
+            prefilled.correction,
         )
         return self.store.put_many(records)
 

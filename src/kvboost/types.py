@@ -79,6 +79,7 @@ class ChunkHeader:
     anchors: Mapping[bytes, int] = field(default_factory=dict)  # name of a token window -> its offset in `tokens`
     source: Link | None = None  # set: rows come from there, shifted, except the `rows` that this record holds
     rows: Int32Array | None = None  # with `source`: offsets of the rows in the payload, sorted
+    corrected: bool = False  # with `source`: the payload's last row is added to all rows that it does not hold
 
     @property
     def record_id(self) -> bytes:
@@ -181,6 +182,12 @@ class ReusePlan:
         """True if everything reused stands in front and is not moved, so the stock forward can continue it."""
         return all(s.kind is Kind.FRESH for s in self.segments if s.span.start >= self.prefix_tokens)
 
+    def prefix_only(self) -> ReusePlan:
+        """This plan without what is moved, and without what stands behind it."""
+        reused = tuple(s for s in self.segments if s.span.stop <= self.prefix_tokens)
+        rest = Segment(Span(self.prefix_tokens, self.num_tokens), Kind.FRESH)
+        return ReusePlan(self.num_tokens, (*reused, rest), self.found_tokens)
+
     def computed_rows(self, stop: int) -> Int32Array:
         """Positions below `stop` that a forward must compute: FRESH and repaired rows, sorted."""
         needed = np.zeros(self.num_tokens, bool)
@@ -214,6 +221,9 @@ class ReuseReport:
     fresh_tokens: int = 0
     written_tokens: int = 0  # rows that the request added to the store
     charged_budget: float = 0.0  # rows computed although they were found, over the rows found
+    risk: float | None = None  # estimated KL of the answer, nat per token; None where nothing was moved or judged
+    signs: Mapping[str, float] = field(default_factory=dict)  # what the estimate was made of
+    escalations: int = 0  # times that the budget was raised because the risk was above the bound
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)  # loaded
     lookup_s: float = 0.0
     load_s: float = 0.0
@@ -226,7 +236,7 @@ class ReuseReport:
 
     @classmethod
     def of(cls, plan: ReusePlan, probed_rows: float = 0.0) -> ReuseReport:
-        """The counts of a plan; `probed_rows` were computed besides, to choose rows or twice (rows x layers / layers)."""
+        """The counts of a plan; `probed_rows` were computed besides: to choose rows, or twice."""
         fresh = plan.count(Kind.FRESH)
         recomputed = probed_rows + len(plan.repaired) + max(0, plan.found_tokens - (plan.num_tokens - fresh))
         return cls(

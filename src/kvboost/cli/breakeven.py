@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvboost.hf.assembly import Assembly
 from kvboost.hf.declared import max_positions
 from kvboost.hf.load import load_rows
-from kvboost.hf.assembly import Assembly
 from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, Kind, Lineage, ReusePlan, Segment, Span
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ class Assembly:
     plan: ReusePlan
     payload: Sequence[LayerKV]
     query_block_tokens: int = 128
+    filled: bool = False  # True once a forward has computed the FRESH rows
 
     @property
     def layout(self) -> KVLayout:
@@ -46,9 +48,9 @@ class Assembly:
         return [SpliceLayer(keys, values, rows) for keys, values in pairs]
 
     def fresh_positions(self) -> torch.Tensor:
-        """bool [T]: positions that hold no row."""
+        """Bool [T]: positions that hold no row."""
         fresh = torch.zeros(self.plan.num_tokens, dtype=torch.bool, device=self.input_ids.device)
-        for span in self.plan.spans(Kind.FRESH):
+        for span in [] if self.filled else self.plan.spans(Kind.FRESH):
             fresh[span.start : span.stop] = True
         return fresh
 
@@ -75,7 +77,7 @@ class Assembly:
             hidden=hidden,
         )
         model = self.model if logits else compat.decoder(self.model)
-        inputs = {"input_ids": self.input_ids[:, rows], "position_ids": rows[None]}
+        inputs: dict[str, Any] = {"input_ids": self.input_ids[:, rows], "position_ids": rows[None]}
         if logits:
             inputs["logits_to_keep"] = 1
         try:
@@ -84,6 +86,13 @@ class Assembly:
         except attention.Enough:
             return None
         return output.logits[0, -1].float() if logits else None
+
+    def logits(self, rows: torch.Tensor, layers: Sequence[SpliceLayer]) -> torch.Tensor:
+        """As `forward`, with the logits of the last row, float32 [V]."""
+        logits = self.forward(rows, layers, logits=True)
+        if logits is None:
+            raise RuntimeError("a forward without an observer ended early")
+        return logits
 
     def positions(self, rows: Int32Array) -> torch.Tensor:
         """int64 tensor of positions on the model's device."""

@@ -1,8 +1,9 @@
 """Carries what a sample of recomputed rows learnt over to the rows that are not recomputed.
 
-A chunk that is moved was computed behind another context, and a part of the error is *common* to its rows. A regular
-sample of recomputed rows measures it: per layer, chunk and head, the mean change of the sampled rows (keys before
-rotation), shrunk towards zero by the positive-part James-Stein factor (James and Stein 1961), is added to the others.
+A chunk that is moved was computed behind another context, and a part of its error is *common* to its rows. A regular
+sample of recomputed rows measures it: per layer and head, the mean change of the sampled rows (keys before rotation) is
+added to the others, first of all chunks together, then what each chunk has besides; each mean is shrunk towards zero by
+the positive-part James-Stein factor (James and Stein 1961).
 
     rows of a chunk   . . s . . . . s . . . . s . .        s: sampled, recomputed
     change                a         b         c            mean (a + b + c) / 3, times max(0, 1 - var(mean) / |mean|^2)
@@ -11,7 +12,7 @@ rotation), shrunk towards zero by the positive-part James-Stein factor (James an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ import torch
 
 from kvboost.hf.layout import KVLayout
 from kvboost.hf.splice import SpliceLayer
-from kvboost.rotary import RotarySpec, Rotation, make_rotation, rotate
-from kvboost.types import Int32Array, Span
+from kvboost.rotary import RotarySpec, make_rotation, rotate
+from kvboost.types import Int32Array, LayerKV, Span
 
 MIN_SAMPLE = 3
 
@@ -29,6 +30,7 @@ MIN_SAMPLE = 3
 class Sample:
     """Which rows of a forward sample which chunks; all index tensors are int64."""
 
+    chunks: Sequence[Span]
     at: torch.Tensor  # [S] indices into the forward's rows
     positions: torch.Tensor  # [S]
     chunk: torch.Tensor  # [S] number of the chunk
@@ -40,63 +42,98 @@ class Sample:
     def of(cls, rows: Int32Array, sampled: Int32Array, chunks: Sequence[Span], device: torch.device) -> Sample | None:
         """The sample of a forward that computes `rows`, of which `sampled` are the sample; None if it is too small."""
         members = [sampled[(sampled >= c.start) & (sampled < c.stop)] for c in chunks]
-        kept = [(c, m) for c, m in zip(chunks, members, strict=True) if len(m) >= MIN_SAMPLE]
-        if not kept:
+        positions = np.concatenate([sampled[:0], *members])
+        if len(positions) < MIN_SAMPLE:
             return None
-        rests = [np.setdiff1d(np.arange(c.start, c.stop), rows) for c, _ in kept]
-        positions = np.concatenate([m for _, m in kept])
+        rests = [np.setdiff1d(np.arange(c.start, c.stop), rows) for c in chunks]
 
         def numbers(groups: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
             return torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups])).to(device)
 
         return cls(
+            chunks,
             torch.from_numpy(np.searchsorted(rows, positions)).long().to(device),
             torch.from_numpy(positions).long().to(device),
-            numbers([m for _, m in kept]),
+            numbers(members),
             torch.from_numpy(np.concatenate(rests)).long().to(device),
             numbers(rests),
-            torch.tensor([float(len(m)) for _, m in kept], device=device),
+            torch.tensor([float(len(m)) for m in members], device=device),
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """What was added to the rows of each chunk: `added` holds one row per chunk, keys before rotation.
+
+    `unexplained` is the share of the sampled values' energy that the means leave, per layer: how far the rows that were
+    not recomputed may still be off.
+    """
+
+    chunks: Sequence[Span]
+    added: tuple[LayerKV, ...]
+    unexplained: list[float] = field(default_factory=list)
 
 
 class CorrectingLayer(SpliceLayer):
     """A splice layer that corrects the rows which its forward does not compute."""
 
     def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, sample: Sample, turn: LayerRotation
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: torch.Tensor,
+        sample: Sample,
+        turn: LayerRotation,
+        added: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         super().__init__(keys, values, rows)
-        self.sample, self.turn = sample, turn
+        self.sample, self.turn, self.added = sample, turn, added
+        self.unexplained = 0.0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `SpliceLayer.update`, after adding the sample's shrunken mean change to the other rows."""
-        for slot, stored, fresh in (("keys", self.keys, key_states), ("values", self.values, value_states)):
-            self._correct(stored[0], fresh[0], rotated=slot == self.turn.spec.slot)
+        self._correct("keys", self.keys[0], key_states[0], self.added[0])
+        self._correct("values", self.values[0], value_states[0], self.added[1])
         return super().update(key_states, value_states)
 
-    def _correct(self, stored: torch.Tensor, fresh: torch.Tensor, *, rotated: bool) -> None:
-        """`stored` [H, T, D], `fresh` [H, m, D]."""
-        s = self.sample
+    def _correct(self, slot: str, stored: torch.Tensor, fresh: torch.Tensor, added: torch.Tensor) -> None:
+        """`stored` [H, T, D], `fresh` [H, m, D]; `added` [H, C, D] is written."""
+        s, rotated = self.sample, slot == self.turn.spec.slot
         change = fresh[:, s.at].float() - stored[:, s.positions].float()
         if rotated:
             change = self.turn.apply(change, s.positions, inverse=True)
-        mean = shrunken_mean(change, s.chunk, s.counts)[:, s.rest_chunk]
+        means = shrunken_means(change, s.chunk, s.counts)
+        added.copy_(means)
+        if slot == "values":
+            left = (change - means[:, s.chunk]).pow(2).sum()
+            self.unexplained = (left / fresh[:, s.at].float().pow(2).sum().clamp_min(1e-12)).item()
+        means = means[:, s.rest_chunk]
         if rotated:
-            mean = self.turn.apply(mean, s.rest)
-        stored.index_add_(1, s.rest, mean.to(stored.dtype))
+            means = self.turn.apply(means, s.rest)
+        stored.index_add_(1, s.rest, means.to(stored.dtype))
+
+
+def shrunken_means(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The mean change of all rows, and what each chunk has besides, both shrunk. `change` [H, S, D] -> [H, C, D]."""
+    everything = torch.zeros_like(chunk)
+    common = shrunken_mean(change, everything, counts.sum()[None])
+    return common + shrunken_mean(change - common, chunk, counts)
 
 
 def shrunken_mean(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Per chunk and head the mean of `change` [H, S, D], shrunk by max(0, 1 - var(mean) / |mean|^2): [H, C, D]."""
+    """Per chunk and head the mean of `change` [H, S, D], shrunk by max(0, 1 - var(mean) / |mean|^2): [H, C, D].
+
+    A chunk with fewer than two rows gets zero: nothing is known of the variance.
+    """
     heads, _, dim = change.shape
-    n = counts[None, :, None]
+    n = counts[None, :, None].clamp_min(1)
     mean = change.new_zeros(heads, len(counts), dim).index_add_(1, chunk, change) / n
     spread = (change - mean[:, chunk]).pow_(2)
-    variance = change.new_zeros(heads, len(counts), dim).index_add_(1, chunk, spread) / (n - 1) / n
+    variance = change.new_zeros(heads, len(counts), dim).index_add_(1, chunk, spread) / (n - 1).clamp_min(1) / n
     explained = 1 - variance.sum(-1, keepdim=True) / mean.pow(2).sum(-1, keepdim=True).clamp_min(1e-12)
-    return mean * explained.clamp_(0, 1)
+    return mean * explained.clamp_(0, 1) * (n > 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,14 +158,29 @@ class LayerRotation:
 def layer_rotations(layout: KVLayout, regime: int, num_tokens: int) -> list[LayerRotation]:
     """One rotation per layer; layers of a group that share their frequencies share the tables."""
     turns: dict[int, LayerRotation] = {}
+    positions = torch.arange(num_tokens, device=layout.device)
     for group in layout.groups:
         spec = group.rotary[regime]
-        positions = torch.arange(num_tokens, device=layout.device)
-        table = Rotation(spec, torch.empty(0), torch.empty(0))
-        if spec.style != "none":
-            table = make_rotation(spec, torch.zeros_like(positions), positions)
+        if spec.style == "none":
+            turns.update({i: LayerRotation(spec, torch.empty(0), torch.empty(0)) for i in group.layers})
+            continue
+        table = make_rotation(spec, torch.zeros_like(positions), positions)
         for i, layer in enumerate(group.layers):
             own = table.cos.dim() == 4
             cos, sin = (table.cos[i, 0], table.sin[i, 0]) if own else (table.cos, table.sin)
             turns[layer] = LayerRotation(spec, cos, sin)
     return [turns[i] for i in range(len(layout.layers))]
+
+
+def correcting_layers(
+    layout: KVLayout, layers: Sequence[SpliceLayer], sample: Sample, regime: int, num_tokens: int
+) -> tuple[list[CorrectingLayer], tuple[LayerKV, ...]]:
+    """Correcting layers in place of plain ones, and the rows into which they write what they add."""
+    added = layout.allocate(len(sample.chunks))
+    turns = layer_rotations(layout, regime, num_tokens)
+    slots = zip(*layout.per_layer(added), strict=True)
+    correcting = [
+        CorrectingLayer(la.keys, la.values, la.rows, sample, turn, (keys[0], values[0]))
+        for la, turn, (keys, values) in zip(layers, turns, slots, strict=True)
+    ]
+    return correcting, added

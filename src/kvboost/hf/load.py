@@ -10,7 +10,7 @@ import torch
 
 from kvboost.hf.layout import KVLayout
 from kvboost.rotary import RotarySpec, Rotation, make_rotation
-from kvboost.types import ChunkKV, Kind, LayerKV, ReusePlan, Segment
+from kvboost.types import ChunkKV, Int32Array, Kind, LayerKV, ReusePlan, Segment
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ def load_rows(
             for slot in ("keys", "values"):
                 began = time.perf_counter()
                 moved = piece.is_moved and spec.slot == slot
-                piece.write(i, slot, payload[i], rotation if moved else None)
+                piece.write(i, slot, payload[i], rotation if moved else None, spec)
                 spent = time.perf_counter() - began
                 if moved and rotation is not None:
                     times.shift_s += spent
@@ -79,8 +79,8 @@ class _Piece:
     def is_moved(self) -> bool:
         return self.position != self.segment.span.start
 
-    def write(self, group: int, slot: str, target: LayerKV, rotation: Rotation | None) -> None:
-        """Copies or rotates one slot of one layer group to its place, then lays repaired rows of a link over it."""
+    def write(self, group: int, slot: str, target: LayerKV, rotation: Rotation | None, spec: RotarySpec) -> None:
+        """Copies or rotates one slot of one layer group to its place, then applies what a link has of its own."""
         span = self.segment.span
         rows = getattr(self.donor.payload[group], slot)[:, :, self.offset : self.offset + len(span)]
         out = getattr(target, slot)[:, :, span.start : span.stop]
@@ -88,14 +88,27 @@ class _Piece:
             out.copy_(rows)
         else:
             rotation.apply(rows.to(out.device), slice(span.start, span.stop), out)
+        if self.record.header.corrected:
+            self._add_correction(getattr(self.record.payload[group], slot)[:, :, -1:], spec, slot, out)
         if self.record.header.rows is not None:
-            self._overlay(group, slot, out)
+            self._overlay(getattr(self.record.payload[group], slot), self.record.header.rows, out)
 
-    def _overlay(self, group: int, slot: str, out: torch.Tensor) -> None:
-        rows = torch.from_numpy(self.record.header.rows).long() - self.segment.offset
+    def _add_correction(self, row: torch.Tensor, spec: RotarySpec, slot: str, out: torch.Tensor) -> None:
+        """Adds one row [L, H, 1, D], stored before rotation, to every row of `out` [L, H, n, D]."""
+        added = row.to(out.device).float().expand(out.shape).contiguous()
+        if spec.slot == slot and spec.style != "none":
+            new = torch.arange(self.segment.span.start, self.segment.span.stop, device=out.device)
+            turned = torch.empty_like(added)
+            make_rotation(spec, torch.zeros_like(new), new).apply(added, slice(None), turned)
+            added = turned
+        out += added.to(out.dtype)
+
+    def _overlay(self, own: torch.Tensor, offsets: Int32Array, out: torch.Tensor) -> None:
+        """Lays a link's own rows, at `offsets` of its chunk, over `out`."""
+        rows = torch.from_numpy(offsets).long() - self.segment.offset
         wanted = (rows >= 0) & (rows < len(self.segment.span))
-        own = getattr(self.record.payload[group], slot)
-        out[:, :, rows[wanted].to(out.device)] = own[:, :, wanted.to(own.device)].to(out.device)
+        held = own[:, :, : len(offsets)][:, :, wanted.to(own.device)]
+        out[:, :, rows[wanted].to(out.device)] = held.to(out.device)
 
 
 def _rotation(pieces: Sequence[_Piece], spec: RotarySpec, num_rows: int, device: torch.device) -> Rotation | None:

@@ -32,7 +32,7 @@ class Glance:
 
 
 def glance(assembly: Assembly, rows: torch.Tensor, layers: Sequence[int]) -> Glance:
-    """Runs only `rows` (the question, at the end of the prompt) over the assembled cache; sums attention in `layers`."""
+    """Runs only `rows`, the question at the end of the prompt, over the assembled cache; sums attention in `layers`."""
     mass = torch.zeros(assembly.plan.num_tokens, device=rows.device)
     wanted = frozenset(layers)
 

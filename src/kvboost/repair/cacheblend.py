@@ -1,8 +1,8 @@
 """Rows that changed most at an early layer: those change most at the later ones too.
 
-After CacheBlend (Yao et al. 2025, "Fast Large Language Model Serving for RAG with Cached Knowledge Fusion"). All moved rows
-are computed up to the check layer, where they are only projected; the rows that deviate most are then recomputed in
-every layer. The rows below the check layer, which are fresh by then, stay in the cache.
+After CacheBlend (Yao et al. 2025, "Fast Large Language Model Serving for RAG with Cached Knowledge Fusion"). All moved
+rows are computed up to the check layer, where they are only projected; the rows that deviate most are then recomputed
+in every layer. The rows below the check layer, which are fresh by then, stay in the cache.
 """
 
 import numpy as np

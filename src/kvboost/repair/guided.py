@@ -34,7 +34,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
     if budget < len(sampled):
         sampled = no_rows()
     score[np.searchsorted(moved, sampled)] = float("inf")
-    return Selection(top(moved, score, budget), sampled, seen.charged_rows, seen.logits, seen.mass)
+    return Selection(top(moved, score, budget), sampled, seen.charged_rows, seen)
 
 
 def question(plan: ReusePlan) -> Int32Array:

@@ -1,73 +1,117 @@
-"""From an assembled cache to one that answers: choose rows, run the one forward, and tell what that took."""
+"""From an assembled cache to one that answers: choose rows, run the one forward, judge, and try again with more.
+
+select -> forward -> estimate the risk -> good enough | once more with a larger budget | not good enough
+"""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
-from kvboost.hf.correction import CorrectingLayer, Sample, layer_rotations
-from kvboost.hf.splice import SpliceLayer
-from kvboost.repair.selection import Selection, Strategy
-from kvboost.types import Int32Array, ReusePlan, Span
-
-PIECE_TOKENS = 256
-"""What a chunk lacks is common to rows that stand near one another."""
+from kvboost.hf.correction import Correction, Sample, correcting_layers
+from kvboost.hf.signals import Glance, glance
+from kvboost.repair import gate
+from kvboost.repair.guided import later_full_layers, question
+from kvboost.repair.selection import Strategy, moved_positions
+from kvboost.types import Int32Array, Kind, ReusePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mended:
-    """The plan with its repaired rows, after every row of `payload` was filled."""
+    """The plan with its repaired rows, after every row of the assembly was filled; and what that took."""
 
     plan: ReusePlan
-    selection: Selection
     logits: torch.Tensor  # float32 [V]: of the last row
+    correction: Correction | None
+    signs: gate.Signs | None  # None without the gate
     probed_rows: float  # rows x layers that were computed besides the plan's own, over the layers
     select_s: float
     prefill_s: float
+    attempts: int = 1
+
+    @property
+    def risk(self) -> float | None:
+        """Estimated KL of the answer, nat; None without the gate."""
+        return None if self.signs is None else gate.estimate(self.signs)
 
 
 def mend(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mended:
-    """Fills the assembly: rows that `strategy` chooses and rows that are fresh are computed at their true positions."""
+    """Fills the assembly: rows that `strategy` chooses and rows that are fresh are computed at their true positions.
+
+    With the gate, the budget grows until the estimated risk is within the bound. A risk above it in what is returned
+    means that the largest budget was not enough either, and that the prompt must be prefilled.
+    """
+    mended = attempt(assembly, strategy, settings)
+    for ratio in gate.LADDER:
+        if mended.risk is None or mended.risk <= gate.bound(settings):
+            break
+        larger = settings.model_copy(update={"recompute_ratio": max(ratio, settings.recompute_ratio or 0.0)})
+        mended = joined(mended, attempt(replace(assembly, plan=mended.plan, filled=True), strategy, larger))
+    return mended
+
+
+def attempt(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mended:
+    """One choice of rows and one forward; rows that were repaired before stay so."""
     began = time.perf_counter()
     selection = strategy(assembly, settings)
-    plan = replace(assembly.plan, repaired=selection.rows)
+    seen, probed_rows = selection.seen, selection.probed_rows
+    if seen is None and settings.gate:
+        seen = glance(assembly, assembly.positions(question(assembly.plan)), later_full_layers(assembly))
+        probed_rows += seen.charged_rows
     selected = time.perf_counter()
-    logits = compute(assembly, plan.computed_rows(plan.num_tokens), selection.sampled)
+    fresh = replace(assembly.plan, repaired=selection.rows[:0]).computed_rows(assembly.plan.num_tokens)
+    rows = np.union1d(fresh, selection.rows)
+    logits, correction = compute(assembly, rows, selection.sampled)
+    plan = replace(assembly.plan, repaired=np.union1d(assembly.plan.repaired, selection.rows).astype(np.int32))
+    signs = _signs(plan, seen, logits, correction) if seen is not None and settings.gate else None
+    twice = len(selection.rows) - (len(plan.repaired) - len(assembly.plan.repaired)) + 1  # the last row is run again
     ended = time.perf_counter()
-    return Mended(plan, selection, logits, selection.probed_rows + 1, selected - began, ended - selected)
+    return Mended(plan, logits, correction, signs, probed_rows + twice, selected - began, ended - selected)
 
 
-def compute(assembly: Assembly, rows: Int32Array, sampled: Int32Array) -> torch.Tensor:
-    """One forward over `rows`; corrects the moved rows that are not among them by what `sampled` ones learnt."""
+def joined(first: Mended, second: Mended) -> Mended:
+    """The second attempt, over what the first one left: rows are corrected already, fresh ones are computed again."""
+    fresh = second.plan.count(Kind.FRESH)
+    return replace(
+        second,
+        correction=first.correction,
+        probed_rows=first.probed_rows + second.probed_rows + fresh,
+        select_s=first.select_s + second.select_s,
+        prefill_s=first.prefill_s + second.prefill_s,
+        attempts=first.attempts + 1,
+    )
+
+
+def compute(assembly: Assembly, rows: Int32Array, sampled: Int32Array) -> tuple[torch.Tensor, Correction | None]:
+    """One forward over `rows`; corrects the moved rows that are not among them by what `sampled` ones learnt.
+
+    Returns the logits of the last row, float32 [V], and what was added.
+    """
     at = assembly.positions(rows)
-    logits = assembly.forward(at, cache_layers(assembly, at, rows, sampled), logits=True)
-    if logits is None:
-        raise RuntimeError("the forward ended early")
-    return logits
-
-
-def cache_layers(assembly: Assembly, at: torch.Tensor, rows: Int32Array, sampled: Int32Array) -> list[SpliceLayer]:
-    """Splice layers, correcting ones where a sample is given."""
     layers = assembly.splice_layers(at)
-    sample = Sample.of(rows, sampled, pieces(assembly.plan.runs), at.device) if len(sampled) else None
+    chunks = assembly.plan.spans(Kind.MOVED)
+    usable = len(sampled) and not assembly.filled  # rows that were repaired before no longer show the change
+    sample = Sample.of(rows, sampled, chunks, at.device) if usable else None
     if sample is None:
-        return layers
-    regime = assembly.support.regime(assembly.plan.num_tokens)
-    turns = layer_rotations(assembly.layout, regime, assembly.plan.num_tokens)
-    return [CorrectingLayer(la.keys, la.values, at, sample, turn) for la, turn in zip(layers, turns, strict=True)]
+        return assembly.logits(at, layers), None
+    num_tokens = assembly.plan.num_tokens
+    regime = assembly.support.regime(num_tokens)
+    correcting, added = correcting_layers(assembly.layout, layers, sample, regime, num_tokens)
+    logits = assembly.logits(at, correcting)
+    return logits, Correction(chunks, added, [la.unexplained for la in correcting])
 
 
-def pieces(runs: Sequence[Span]) -> list[Span]:
-    """Runs cut into parts of about equal size, none larger than `PIECE_TOKENS`: one correction is learnt for each."""
-    cut: list[Span] = []
-    for run in runs:
-        count = -(-len(run) // PIECE_TOKENS)
-        edges = [run.start + len(run) * i // count for i in range(count + 1)]
-        cut += [Span(a, b) for a, b in itertools.pairwise(edges)]
-    return cut
+def _signs(plan: ReusePlan, seen: Glance, logits: torch.Tensor, correction: Correction | None) -> gate.Signs:
+    inexact = np.setdiff1d(moved_positions(plan), plan.repaired)
+    left = correction.unexplained if correction is not None else [1.0]
+    return gate.Signs(
+        movement=gate.movement(logits, seen.logits),
+        attended=float(seen.mass[torch.from_numpy(inexact).long().to(seen.mass.device)].sum() / seen.mass.sum()),
+        unexplained=sum(left) / len(left),
+        unrepaired=len(inexact) / plan.num_tokens,
+    )

@@ -10,6 +10,7 @@ import torch
 
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
+from kvboost.hf.signals import Glance
 from kvboost.types import Int32Array, Kind, ReusePlan, Span
 
 
@@ -25,8 +26,7 @@ class Selection:
     rows: Int32Array = field(default_factory=no_rows)  # sorted positions
     sampled: Int32Array = field(default_factory=no_rows)  # of `rows`: a regular sample, see `kvboost.hf.correction`
     probed_rows: float = 0.0  # cost of choosing, in rows through all layers
-    logits: torch.Tensor | None = None  # float32 [V]: next-token logits before any repair, if a probe gave them
-    mass: torch.Tensor | None = None  # float32 [T]: the question's attention before any repair
+    seen: Glance | None = None  # what the question saw before the repair, if it was asked
 
 
 Strategy = Callable[[Assembly, Settings], Selection]
