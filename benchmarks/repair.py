@@ -28,11 +28,21 @@ from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 
 BUDGET = 0.15
 SYSTEMS: Mapping[str, dict[str, Any]] = {
-    "none": {"recompute_strategy": "none"},
-    "epic": {"recompute_strategy": "epic", "recompute_ratio": BUDGET},
-    "cacheblend": {"recompute_strategy": "cacheblend", "deviation_score": "values", "recompute_ratio": BUDGET},
-    "cacheblend-kl": {"recompute_strategy": "cacheblend", "deviation_score": "attention", "recompute_ratio": BUDGET},
-    "guided": {"recompute_strategy": "guided", "recompute_ratio": BUDGET},
+    "none": {"recompute_strategy": "none", "gate": False},
+    "epic": {"recompute_strategy": "epic", "recompute_ratio": BUDGET, "gate": False},
+    "cacheblend": {
+        "recompute_strategy": "cacheblend",
+        "deviation_score": "values",
+        "recompute_ratio": BUDGET,
+        "gate": False,
+    },
+    "cacheblend-kl": {
+        "recompute_strategy": "cacheblend",
+        "deviation_score": "attention",
+        "recompute_ratio": BUDGET,
+        "gate": False,
+    },
+    "guided": {"recompute_strategy": "guided", "recompute_ratio": BUDGET, "gate": False},
 }
 
 

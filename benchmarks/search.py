@@ -32,7 +32,7 @@ from kvboost.hf.signals import value_change
 from kvboost.repair import STRATEGIES
 from kvboost.repair.guided import later_full_layers, question, sample
 from kvboost.repair.selection import Selection, heads, moved_positions, no_rows, top
-from kvboost.types import Int32Array
+from kvboost.types import Int32Array, ReusePlan, Span
 
 BUDGET = repair.BUDGET
 
@@ -50,28 +50,29 @@ class Variant:
     spread: int = 0  # smooth the score over so many neighbours to each side
     prior: float = 0.0  # extra weight of rows near the head of their chunk
     blind: bool = False  # no question probe at all
-    pooled: bool = False  # shrink towards the mean of all runs, not towards nothing
+    pooled: bool = True  # shrink towards the mean of all chunks, not towards nothing
+    fine: bool = False  # half chunks
+    asked: int = 48  # rows of the question
     slots: str = "both"  # what the sample corrects: both | values | keys
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "attention": Variant(),
-    "peak": Variant(mass="peak"),
-    "attention, grid 25": Variant(step=25),
-    "peak, grid 25": Variant(mass="peak", step=25),
-    "attention, grid 12": Variant(step=12),
-    "peak, grid 12": Variant(mass="peak", step=12),
-    "|V|, grid 12": Variant(mass="valued", step=12),
-    "root, grid 12": Variant(mass="rooted", step=12),
-    "attention, grid 12, uncorrected": Variant(step=12, correct=False),
-    "attention, grid 12, heads 4": Variant(step=12, heads=4),
-    "attention, grid 12, pooled": Variant(step=12, pooled=True),
-    "attention, grid 12, values only": Variant(step=12, slots="values"),
-    "attention x change, grid 12": Variant(step=12, power=0.5),
-    "grid 7": Variant(step=7, blind=True),
-    "grid 7, pooled": Variant(step=7, blind=True, pooled=True),
+    "q48, grid 25": Variant(step=25),
+    "q16, grid 25": Variant(asked=16, step=25),
+    "q16, grid 25, unpooled": Variant(asked=16, step=25, pooled=False),
+    "q16, grid 25, heads 4": Variant(asked=16, step=25, heads=4),
+    "q16, grid 25, heads 8": Variant(asked=16, step=25, heads=8),
+    "q16, grid 16, heads 4": Variant(asked=16, step=16, heads=4),
+    "q16, grid 40, heads 4": Variant(asked=16, step=40, heads=4),
+    "q8, grid 25, heads 4": Variant(asked=8, step=25, heads=4),
+    "q16, grid 25, prior": Variant(asked=16, step=25, prior=3.0),
+    "q16, grid 25, smoothed": Variant(asked=16, step=25, spread=1),
+    "blind, heads 16, grid 25": Variant(blind=True, heads=16, step=25),
+    "blind, heads 12, grid 16": Variant(blind=True, heads=12, step=16),
+    "blind, heads 6, grid 10": Variant(blind=True, heads=6, step=10),
+    "blind, heads 16, grid 25, fine": Variant(blind=True, heads=16, step=25, fine=True),
 }
-BASELINES = ("none", "epic", "cacheblend", "cacheblend-kl")
+BASELINES = ("epic", "cacheblend")
 
 
 class Chooser:
@@ -79,7 +80,7 @@ class Chooser:
 
     def __init__(self) -> None:
         self.variant = Variant()
-        self._seen: dict[str, torch.Tensor] = {}
+        self._seen: dict[int, dict[str, torch.Tensor]] = {}
 
     def forget(self) -> None:
         self._seen = {}
@@ -87,7 +88,7 @@ class Chooser:
     def __call__(self, assembly: Assembly, settings: Settings) -> Selection:
         v, plan = self.variant, assembly.plan
         moved = moved_positions(plan)
-        asked = question(plan)
+        asked = question(plan)[-v.asked :]
         probed = 0.0 if v.blind else float(len(asked))
         score = torch.ones(len(moved)) if v.blind else self.mass(assembly, asked)[torch.from_numpy(moved).long()]
         if v.power:
@@ -105,14 +106,14 @@ class Chooser:
         score[np.searchsorted(moved, np.union1d(sampled, first))] = float("inf")
         rows = top(moved, score, BUDGET * len(moved) - probed)
         if v.blind:
-            rows = sampled
+            rows = np.union1d(sampled, first).astype(np.int32)
         return Selection(rows, sampled if v.correct else no_rows(), probed)
 
     def mass(self, assembly: Assembly, asked: Int32Array) -> torch.Tensor:
         """The question's attention per position, float32 [T]."""
-        if not self._seen:
-            self._seen = look_all(assembly, asked)
-        return self._seen[self.variant.mass]
+        if len(asked) not in self._seen:
+            self._seen[len(asked)] = look_all(assembly, asked)
+        return self._seen[len(asked)][self.variant.mass]
 
     def _times_change(self, assembly: Assembly, moved: Int32Array, score: torch.Tensor) -> tuple[torch.Tensor, float]:
         keep = top(moved, score, self.variant.candidates * len(moved))
@@ -149,11 +150,16 @@ def look_all(assembly: Assembly, asked: Int32Array) -> dict[str, torch.Tensor]:
     return mass
 
 
-def pooled_mean(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """As `shrunken_mean`, in two steps: of all chunks together, then of what each has besides."""
-    one = torch.zeros_like(chunk)
-    common = shrunken_mean(change, one, counts.sum()[None])
-    return common + shrunken_mean(change - common, chunk, counts)
+def halves(spans: Callable[..., list[Span]]) -> Callable[..., list[Span]]:
+    """As `ReusePlan.spans`, every span cut in two."""
+
+    def cut(plan: Any, kind: Any) -> list[Span]:
+        found = spans(plan, kind)
+        return [
+            h for s in found for h in (Span(s.start, (s.start + s.stop) // 2), Span((s.start + s.stop) // 2, s.stop))
+        ]
+
+    return cut
 
 
 def slot_filter(slots: str) -> Callable[..., None]:
@@ -179,8 +185,10 @@ def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
                 return
             chooser.variant = VARIANTS[name]
             inner.enter_context(mock.patch.dict(STRATEGIES, guided=chooser))  # type: ignore[arg-type]
-            if chooser.variant.pooled:
-                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_mean", pooled_mean))
+            if not chooser.variant.pooled:
+                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", shrunken_mean))
+            if chooser.variant.fine:
+                inner.enter_context(mock.patch.object(ReusePlan, "spans", halves(ReusePlan.spans)))
             if chooser.variant.slots != "both":
                 filtered = slot_filter(chooser.variant.slots)
                 inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", filtered))
@@ -193,7 +201,7 @@ def measure(
 ) -> Iterator[Result]:
     """As `repair.measure`, for variants of one strategy."""
     chooser = Chooser()
-    settings = {name: repair.SYSTEMS.get(name, {"recompute_strategy": "guided"}) for name in variants}
+    settings = {name: repair.SYSTEMS.get(name, {"recompute_strategy": "guided", "gate": False}) for name in variants}
     with patched(chooser) as switch:
         yield from repair.measure(kv, reader, case, settings, contexts, before=switch, begin=chooser.forget)
 

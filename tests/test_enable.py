@@ -326,16 +326,10 @@ def test_environment_changes_the_strategy_of_the_next_request(
 ) -> None:
     greedy(model.generate, prompt("0123"), 1)
     monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "none")
-    assert len(engine.plan(prompt("2031")).repaired) == 0
+    greedy(model.generate, prompt("2031"), 1)
+    assert engine.stats.tokens["repaired"] == 0 < engine.stats.tokens["moved"]
     monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "epic")
-    assert len(engine.plan(prompt("2031")).repaired) > 0
+    greedy(model.generate, prompt("1302"), 1)
+    assert engine.stats.tokens["repaired"] > 0
     assert "KVBOOST_DISABLE" not in os.environ
     assert join(prompt()).shape == prompt().shape
-
-
-def test_a_setting_can_be_given_to_one_call_of_an_enabled_model(model: Any, engine: KVBoost) -> None:
-    greedy(model.generate, prompt("0123"), 1)
-    greedy(model.generate, prompt("2031"), 1, fidelity="exact")
-    assert engine.stats.tokens["moved"] == 0
-    greedy(model.generate, prompt("2031"), 1, disable=True)
-    assert engine.stats.fallbacks["switched off"] == 1

@@ -54,7 +54,7 @@ def test_an_empty_document_cannot_be_warmed(stories: Any) -> None:
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"recompute_strategy": "magic"}, "recompute_strategy .*'magic'.*'none' or 'epic'"),
+    ({"recompute_strategy": "magic"}, "recompute_strategy .*'magic'.*'epic' or 'guided'"),
     ({"cache_bytes": -1}, "cache_bytes .*-1.*greater than or equal to 0"),
     ({"recompute_head_tokens": -5}, "recompute_head_tokens .*-5"),
     ({"chunk_min_tokens": 500}, "chunk sizes must satisfy"),

@@ -41,6 +41,7 @@ class Sample:
     @classmethod
     def of(cls, rows: Int32Array, sampled: Int32Array, chunks: Sequence[Span], device: torch.device) -> Sample | None:
         """The sample of a forward that computes `rows`, of which `sampled` are the sample; None if it is too small."""
+        sampled = np.intersect1d(sampled, rows)
         members = [sampled[(sampled >= c.start) & (sampled < c.stop)] for c in chunks]
         positions = np.concatenate([sampled[:0], *members])
         if len(positions) < MIN_SAMPLE:
