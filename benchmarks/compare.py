@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,17 @@ class Result:
     kl: float
     top1: float
     first_divergence: float
+    signs: dict[str, float] = field(default_factory=dict)  # what the gate saw
 
     def as_json(self) -> dict[str, Any]:
         """Rounded, so that lines stay short."""
-        return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
+        return {k: _short(v) for k, v in asdict(self).items()}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def spread(kl: Sequence[float]) -> dict[str, float]:

@@ -42,7 +42,7 @@ SYSTEMS: Mapping[str, dict[str, Any]] = {
         "recompute_ratio": BUDGET,
         "gate": False,
     },
-    "guided": {"recompute_strategy": "guided", "recompute_ratio": BUDGET, "gate": False},
+    "guided": {"recompute_strategy": "guided", "recompute_ratio": BUDGET, "risk_bound": 1e9},  # judged, never escalated
 }
 
 
@@ -78,6 +78,7 @@ def measure(
                 moved=seen.moved_tokens,
                 repaired=seen.repaired_tokens,
                 seconds=time.perf_counter() - began,
+                signs=dict(seen.signs),
                 **divergence(truth, ours),
             )
 
