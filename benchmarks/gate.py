@@ -2,10 +2,10 @@
 
     kvboost bench gate FIT.jsonl ... --held-out TEST.jsonl ... [--plot docs/gate]
 
-Reads results of `kvboost bench repair` (system `guided`, which records its signs). Fits log(KL) to the logarithms of the
-signs on the first files, by least squares, and raises the intercept to the quantile `COVERAGE`. On the held-out files it
-tells how often the estimate is exceeded, and what each bound would serve and refuse. Prints the constants that stand in
-`kvboost.repair.gate`, and ends with one JSON line.
+Reads results of `kvboost bench repair` (system `guided`, which records its signs). Fits log(KL) to the logarithms of
+the signs on the first files, by least squares, and raises the intercept to the quantile `COVERAGE`. On the held-out
+files it tells how often the estimate is exceeded, and what each bound would serve and refuse. Prints the constants that
+stand in `kvboost.repair.gate`, and ends with one JSON line.
 """
 
 from __future__ import annotations

@@ -40,6 +40,9 @@ class Settings(BaseModel):
     risk_bound: float | None = Field(
         None, ge=0, description="Largest estimated KL (nat per token) that is served; replaces the bound of `fidelity`."
     )
+    shadow_share: float = Field(
+        0.0, ge=0, le=1, description="Share of the requests with moved text that are checked afterwards in full."
+    )
     recompute_strategy: Literal["none", "selective", "cacheblend", "epic", "guided"] = Field(
         "guided", description="Which rows of moved text are recomputed."
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,24 +41,31 @@ from kvboost.planning import Limits, Prompt, make_plan, still_served, without_re
 from kvboost.repair import STRATEGIES
 from kvboost.repair.gate import bound
 from kvboost.repair.mending import Mended, mend
-from kvboost.stats import EngineStats
+from kvboost.shadow import Shadow, ShadowResult
+from kvboost.stats import EngineStats, InFlight
 from kvboost.store import MemoryTier, Tier
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
 
+SHADOW_BLOCK_TOKENS = 256  # of a shadow prefill at a time: a request waits for no more than one such block
+SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are running
 MAX_CHUNKERS = 8  # kept at a time, one per chunker and sizes that requests ask for
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """An answer: its text, the new token ids, what was reused, the plan, and what `model.generate` returned."""
+    """An answer: its text, the new token ids, what was reused, the plan, and what `model.generate` returned.
+
+    `shadow` is the check of a request that was drawn for shadow verification; its result comes later.
+    """
 
     text: str
     token_ids: list[int]
     report: ReuseReport
     plan: ReusePlan
     output: Any
+    shadow: Future[ShadowResult] | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +78,17 @@ class _Prefilled:
     sources: Mapping[bytes, ChunkHeader]  # headers of the records served
     report: ReuseReport
     correction: Correction | None = None
+    logits: torch.Tensor | None = None  # float32 [V]: of the last row, where moved rows were served
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a request returns, and the check that it was drawn for."""
+
+    output: Any
+    report: ReuseReport
+    plan: ReusePlan
+    shadow: Future[ShadowResult] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +99,7 @@ class _Done:
     cache: DynamicCache
     report: ReuseReport
     correction: Correction | None = None
+    logits: torch.Tensor | None = None
 
 
 class KVBoost:
@@ -109,6 +130,8 @@ class KVBoost:
             self.support: ModelSupport = inspect_model(model)
         self.store: Tier = store or MemoryTier(effective.cache_bytes, max_variants=effective.max_variants)
         self.stats = EngineStats()
+        self._in_flight = InFlight()
+        self.shadow = Shadow(self._prefill_in_full)
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
         self._separators = Separators.from_tokenizer(tokenizer)
@@ -148,10 +171,10 @@ class KVBoost:
         input_ids = prompts.encode(prompt, self.tokenizer, self.model)
         if self.tokenizer is not None and kwargs.get("stop_strings") is not None:
             kwargs.setdefault("tokenizer", self.tokenizer)
-        output, report, plan = self._serve(input_ids, kwargs, overrides, started)
-        new = _sequences(output)[0, input_ids.shape[1] :].tolist()
+        served = self._serve(input_ids, kwargs, overrides, started)
+        new = _sequences(served.output)[0, input_ids.shape[1] :].tolist()
         text = self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return Generation(text, new, report, plan, output)
+        return Generation(text, new, served.report, served.plan, served.output, served.shadow)
 
     def generate_like_transformers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`model.generate(*args, **kwargs)` through the cache; what the cache cannot serve goes there unchanged.
@@ -171,7 +194,7 @@ class KVBoost:
         if reason is not None:
             self.stats.count_fallback(reason)
             return self.plain_generate(*args, **kwargs)
-        return self._serve(input_ids, rest, overrides, started)[0]
+        return self._serve(input_ids, rest, overrides, started).output
 
     def plan(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any
@@ -238,9 +261,14 @@ class KVBoost:
 
     def _serve(
         self, input_ids: torch.Tensor, kwargs: Mapping[str, Any], overrides: Mapping[str, Any], started: float
-    ) -> tuple[Any, ReuseReport, ReusePlan]:
+    ) -> _Served:
         """Prefill over the cache, decode with `model.generate`, store what is new."""
-        settings = self.settings(**overrides)
+        with self._in_flight:
+            return self._serve_now(input_ids, kwargs, self.settings(**overrides), started)
+
+    def _serve_now(
+        self, input_ids: torch.Tensor, kwargs: Mapping[str, Any], settings: Settings, started: float
+    ) -> _Served:
         clock = generation.FirstTokenClock()
         reason = self._refusal(settings, input_ids, kwargs)
         prefilled = None if reason is not None else self._try_prefill(input_ids, settings)
@@ -254,7 +282,7 @@ class KVBoost:
         )
         first_token_at = clock.first_token_at or time.perf_counter()
         report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
-        return output, report, prefilled.plan
+        return _Served(output, report, prefilled.plan, self._shadow_check(prefilled, input_ids, settings))
 
     def _serve_plain(
         self,
@@ -263,14 +291,14 @@ class KVBoost:
         reason: str,
         clock: generation.FirstTokenClock,
         started: float,
-    ) -> tuple[Any, ReuseReport, ReusePlan]:
+    ) -> _Served:
         """The request as transformers would run it without us."""
         self.stats.count_fallback(reason)
         output = self.plain_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
         size = int(input_ids.shape[-1])
         report = ReuseReport(size, fresh_tokens=size, fallback=reason)
         ttft_s = (clock.first_token_at or time.perf_counter()) - started
-        return output, replace(report, ttft_s=ttft_s), ReusePlan.nothing(size)
+        return _Served(output, replace(report, ttft_s=ttft_s), ReusePlan.nothing(size))
 
     def _refusal(self, settings: Settings, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache does not serve this request, or None."""
@@ -316,7 +344,7 @@ class KVBoost:
             lookup_s=looked_up - began,
             fallback="observing only" if settings.mode == "observe" else done.report.fallback,
         )
-        return _Prefilled(done.plan, keys, done.cache, sources, report, done.correction)
+        return _Prefilled(done.plan, keys, done.cache, sources, report, done.correction, done.logits)
 
     def _lease(self, plan: ReusePlan, leases: ExitStack) -> dict[bytes, ChunkKV]:
         """The plan's records and the sources of linked ones, kept until `leases` closes."""
@@ -362,7 +390,7 @@ class KVBoost:
             signs=mended.signs.as_dict() if mended.signs is not None else {},
             escalations=mended.attempts - 1,
         )
-        return _Done(mended.plan, cache, report, mended.correction)
+        return _Done(mended.plan, cache, report, mended.correction, mended.logits)
 
     def _give_up_moved(
         self,
@@ -440,6 +468,27 @@ class KVBoost:
         )
         return self.store.put_many(records)
 
+    # --- shadow verification ----------------------------------------------------------------------------------------
+
+    def _shadow_check(
+        self, prefilled: _Prefilled, input_ids: torch.Tensor, settings: Settings
+    ) -> Future[ShadowResult] | None:
+        """Draws a request with moved rows for a check, as often as `shadow_share` says."""
+        if prefilled.logits is None or random.random() >= settings.shadow_share:
+            return None
+        return self.shadow.offer(input_ids, prefilled.logits, bound(settings))
+
+    def _prefill_in_full(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [V] of the last token by stock forwards in blocks; requests come first between two blocks."""
+        cache, last = DynamicCache(), input_ids.shape[1] - 1
+        stops = [] if self.support.regime(last + 1) else [*range(SHADOW_BLOCK_TOKENS, last, SHADOW_BLOCK_TOKENS), last]
+        for stop in stops:
+            self._in_flight.wait_until_idle(SHADOW_PATIENCE_S)
+            with model_lock(self.model):
+                stock_prefill(self.model, input_ids, cache, stop, block_tokens=SHADOW_BLOCK_TOKENS)
+        with model_lock(self.model):
+            return continuation_logits(self.model, input_ids[:, cache.get_seq_length() :], cache)[-1]
+
     # --- names and limits -------------------------------------------------------------------------------------------
 
     def _keys(self, num_tokens: int, settings: Settings) -> KeySpace:
@@ -467,7 +516,7 @@ class KVBoost:
     def _limits(self, settings: Settings, num_tokens: int) -> Limits:
         return Limits(
             exact_only=settings.exact_only,
-            allow_moved=self.support.allows_moved(num_tokens),
+            allow_moved=self.support.allows_moved(num_tokens) and self.shadow.suspended is None,
             min_run_tokens=settings.min_run_tokens,
             min_moved_share=settings.min_moved_share,
             min_prefix_share=settings.min_prefix_share,

@@ -12,6 +12,28 @@ from kvboost.types import Kind, ReusePlan
 logger = logging.getLogger("kvboost")
 
 
+class InFlight:
+    """Counts the requests that run, so that background work can give way. A context manager per request."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._running += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Waits until no request runs, at most `timeout_s`; returns whether that was reached."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._running == 0, timeout_s)
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the engine was made. Thread-safe to write; a reader sees each counter whole."""

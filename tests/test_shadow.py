@@ -1,0 +1,118 @@
+"""Shadow verification: what it measures is true, it gives way, and it stops moved reuse that leaves its bound."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from families import build, random_ids
+from kvboost import KVBoost, shadow
+from kvboost.shadow import Shadow, compare
+from kvboost.stats import InFlight
+from scenario import engine, greedy, join, logits, plain_logits, prompt
+
+ORDERS = ["".join(p) for p in itertools.permutations("0123") if p != tuple("0123")]
+
+
+@pytest.fixture
+def kv() -> Any:
+    made = engine(build("llama"), shadow_share=1.0)
+    greedy(made.generate, prompt("0123"), 1)
+    yield made
+    made.shadow.close()
+
+
+def test_a_check_measures_the_distance_from_a_full_prefill(kv: KVBoost) -> None:
+    out = greedy(kv.generate, prompt("3120"), 1)
+    assert out.report.moved_tokens > 100
+    result = out.shadow.result(30)
+    truth = plain_logits(kv.model, prompt("3120"), 1)[0]
+    expected = compare(truth, logits(out.output)[0], 0.1)
+    assert result.kl == pytest.approx(expected.kl, rel=1e-2, abs=1e-7)
+    assert result.kl > 0
+    assert result.agrees == expected.agrees
+    assert kv.shadow.stats().checks == 1
+
+
+def test_only_requests_with_moved_rows_are_checked_and_only_the_share_that_is_set(
+    kv: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert greedy(kv.generate, prompt("0123"), 1).shadow is None, "an exact hit needs no check"
+    monkeypatch.setenv("KVBOOST_SHADOW_SHARE", "0")
+    assert greedy(kv.generate, prompt("3120"), 1).shadow is None
+
+
+def test_a_tail_beyond_the_bound_suspends_moved_reuse_until_it_is_resumed(
+    kv: KVBoost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shadow, "MIN_CHECKS", 3)
+    monkeypatch.setenv("KVBOOST_RISK_BOUND", "1e-9")
+    for order in ORDERS[:3]:
+        greedy(kv.generate, prompt(order), 1).shadow.result(30)
+    assert "moved reuse is suspended" in (kv.shadow.suspended or "")
+    assert any("suspended" in record.message for record in caplog.records)
+    after = greedy(kv.generate, prompt("3210"), 1)
+    assert after.report.moved_tokens == 0
+    assert after.report.exact_tokens == 40, "exact reuse goes on"
+    kv.shadow.resume()
+    assert greedy(kv.generate, join(random_ids(3, seed=4), prompt("2103")), 1).report.moved_tokens > 0
+
+
+def test_within_the_bound_nothing_is_suspended(kv: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "MIN_CHECKS", 2)
+    monkeypatch.setenv("KVBOOST_RISK_BOUND", "100")
+    for order in ORDERS[:4]:
+        greedy(kv.generate, prompt(order), 1).shadow.result(30)
+    stats = kv.shadow.stats()
+    assert stats.suspended is None
+    assert stats.checks == 4
+    assert 0 < stats.kl_p95 < 100
+
+
+def test_a_full_queue_drops_checks_and_never_blocks() -> None:
+    gate = threading.Event()
+
+    def slow(ids: torch.Tensor) -> torch.Tensor:
+        gate.wait(30)
+        return torch.zeros(5)
+
+    checks = Shadow(slow)
+    offered = [checks.offer(torch.zeros(1, 3), torch.zeros(5), 1.0) for _ in range(shadow.MAX_WAITING + 2)]
+    assert [o is None for o in offered] == [False] * shadow.MAX_WAITING + [True] * 2
+    gate.set()
+    assert [o.result(30).kl for o in offered if o is not None] == [0.0] * shadow.MAX_WAITING
+    assert checks.stats().dropped == 2
+    checks.close()
+
+
+def test_a_failing_check_is_counted_and_the_next_one_runs() -> None:
+    answers = iter([RuntimeError("no memory"), torch.zeros(5)])
+
+    def prefill(ids: torch.Tensor) -> torch.Tensor:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    checks = Shadow(prefill)
+    failed = checks.offer(torch.zeros(1, 3), torch.zeros(5), 1.0)
+    assert failed is not None
+    with pytest.raises(RuntimeError, match="no memory"):
+        failed.result(30)
+    following = checks.offer(torch.zeros(1, 3), torch.zeros(5), 1.0)
+    assert following is not None
+    assert following.result(30).agrees
+    assert (checks.stats().failed, checks.stats().checks) == (1, 1)
+    checks.close()
+
+
+def test_background_work_waits_while_a_request_runs() -> None:
+    in_flight = InFlight()
+    assert in_flight.wait_until_idle(0)
+    with in_flight:
+        assert not in_flight.wait_until_idle(0.01)
+    assert in_flight.wait_until_idle(0)
