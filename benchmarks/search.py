@@ -26,7 +26,7 @@ from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
 from kvboost.hf.attention import Look
-from kvboost.hf.correction import CorrectingLayer, shrunken_mean
+from kvboost.hf.correction import CorrectingLayer, shrunken_mean, shrunken_means
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 from kvboost.hf.signals import value_change
 from kvboost.repair import STRATEGIES
@@ -42,35 +42,35 @@ class Variant:
     """One way to choose rows."""
 
     mass: str = "later"  # later | all | valued (times |V|) | peak (largest over heads) | rooted (square root)
-    step: int = 0  # of the sampled grid; 0: none
+    step: int = 25  # of the sampled grid; 0: none
     correct: bool = True  # let the sample correct the other rows
     power: float = 0.0  # of the value change at layer 1, on the candidates
     candidates: float = 0.4  # share of the moved rows whose value change is measured
-    heads: int = 0  # rows at the head of every run besides
+    heads: int = 4  # rows at the head of every run besides
     spread: int = 0  # smooth the score over so many neighbours to each side
     prior: float = 0.0  # extra weight of rows near the head of their chunk
     blind: bool = False  # no question probe at all
     pooled: bool = True  # shrink towards the mean of all chunks, not towards nothing
     fine: bool = False  # half chunks
-    asked: int = 48  # rows of the question
+    slope: bool = False  # besides the mean, how far the sampled rows went back to their chunk's mean
+    asked: int = 8  # rows of the question
     slots: str = "both"  # what the sample corrects: both | values | keys
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "q48, grid 25": Variant(step=25),
-    "q16, grid 25": Variant(asked=16, step=25),
-    "q16, grid 25, unpooled": Variant(asked=16, step=25, pooled=False),
-    "q16, grid 25, heads 4": Variant(asked=16, step=25, heads=4),
-    "q16, grid 25, heads 8": Variant(asked=16, step=25, heads=8),
-    "q16, grid 16, heads 4": Variant(asked=16, step=16, heads=4),
-    "q16, grid 40, heads 4": Variant(asked=16, step=40, heads=4),
-    "q8, grid 25, heads 4": Variant(asked=8, step=25, heads=4),
-    "q16, grid 25, prior": Variant(asked=16, step=25, prior=3.0),
-    "q16, grid 25, smoothed": Variant(asked=16, step=25, spread=1),
-    "blind, heads 16, grid 25": Variant(blind=True, heads=16, step=25),
+    "q8, grid 25, heads 4": Variant(),
+    "q8, grid 25, heads 4, slope": Variant(slope=True),
+    "q8, grid 25, heads 8": Variant(heads=8),
+    "q8, grid 25, heads 8, slope": Variant(heads=8, slope=True),
+    "q8, grid 20, heads 12": Variant(step=20, heads=12),
+    "q16, grid 25, heads 8": Variant(asked=16, heads=8),
     "blind, heads 12, grid 16": Variant(blind=True, heads=12, step=16),
-    "blind, heads 6, grid 10": Variant(blind=True, heads=6, step=10),
-    "blind, heads 16, grid 25, fine": Variant(blind=True, heads=16, step=25, fine=True),
+    "q8, grid 25, heads 4, all layers": Variant(mass="all"),
+    "q8, grid 25, heads 4, |V|": Variant(mass="valued"),
+    "q8, grid 25, heads 4, root": Variant(mass="rooted"),
+    "q8, grid 25, heads 4, peak": Variant(mass="peak"),
+    "q12, grid 20, heads 6": Variant(asked=12, step=20, heads=6),
+    "q8, grid 25, heads 4, change": Variant(power=0.5, candidates=0.25),
 }
 BASELINES = ("epic", "cacheblend")
 
@@ -173,6 +173,30 @@ def slot_filter(slots: str) -> Callable[..., None]:
     return correct
 
 
+def correct_with_slope(
+    self: CorrectingLayer, slot: str, stored: torch.Tensor, fresh: torch.Tensor, added: torch.Tensor
+) -> None:
+    """As `CorrectingLayer._correct`, with one slope per head: change = mean + slope * (row - chunk's mean row)."""
+    s, rotated = self.sample, slot == self.turn.spec.slot
+    old, rest = stored[:, s.positions].float(), stored[:, s.rest].float()
+    change = fresh[:, s.at].float() - old
+    if rotated:
+        old, change = (self.turn.apply(x, s.positions, inverse=True) for x in (old, change))
+        rest = self.turn.apply(rest, s.rest, inverse=True)
+    means = shrunken_means(change, s.chunk, s.counts)
+    centre = old.new_zeros(old.shape[0], len(s.counts), old.shape[2]).index_add_(1, s.chunk, old)
+    centre = centre / s.counts[None, :, None].clamp_min(1)
+    x, y = old - centre[:, s.chunk], change - means[:, s.chunk]
+    energy = x.pow(2).sum((1, 2)).clamp_min(1e-12)
+    slope = (x * y).sum((1, 2)) / energy
+    variance = ((x * (y - slope[:, None, None] * x)).sum(2) ** 2).sum(1) / energy**2
+    slope = slope * (1 - variance / slope.pow(2).clamp_min(1e-12)).clamp(0, 1)
+    delta = means[:, s.rest_chunk] + slope[:, None, None] * (rest - centre[:, s.rest_chunk])
+    if rotated:
+        delta = self.turn.apply(delta, s.rest)
+    stored.index_add_(1, s.rest, delta.to(stored.dtype))
+
+
 @contextlib.contextmanager
 def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
     """Yields what switches to a variant by name; everything is as before afterwards."""
@@ -187,6 +211,8 @@ def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
             inner.enter_context(mock.patch.dict(STRATEGIES, guided=chooser))  # type: ignore[arg-type]
             if not chooser.variant.pooled:
                 inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", shrunken_mean))
+            if chooser.variant.slope:
+                inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", correct_with_slope))
             if chooser.variant.fine:
                 inner.enter_context(mock.patch.object(ReusePlan, "spans", halves(ReusePlan.spans)))
             if chooser.variant.slots != "both":
