@@ -65,6 +65,64 @@ def one_line_error(result: Any) -> str:
     return lines[0]
 
 
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+STORIES = [
+    "Lily had a small cat. The cat liked to sleep in the sun all day long, and it never wanted to go out in the rain. ",
+    "Tom went to the big park with his dad. They saw a bird in a tree and a frog in the pond, and they were happy. ",
+    "One day a boy found a key under a stone. He asked his mom what the key was for, but she did not know it either. ",
+]
+
+
+def write_prompts(path: Path, *values: Any) -> str:
+    path.write_text("".join(json.dumps(v) + "\n" for v in values), encoding="utf-8")
+    return str(path)
+
+
+def reordered() -> list[str]:
+    head = "These are stories for small children. Read them all, and then go on with the last one. "
+    return [head + "".join(STORIES[i] for i in order) + "Then" for order in ((0, 1, 2), (0, 1, 2), (2, 0, 1))]
+
+
+def test_verify_measures_exact_reuse_as_no_error_and_moved_reuse_as_some(stories: str, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", *reordered())
+    result = run("verify", path, "--model", stories, "--fidelity", "fast", "--json")
+    found = json.loads(result.stdout)
+    first, again, moved = found["prompts"]
+    assert first["exact"] == first["moved"] == 0
+    assert again["exact"] == again["tokens"] - 1
+    assert max(first["kl"], again["kl"]) < 1e-6
+    assert moved["moved"] > 60
+    assert moved["kl"] > 1e-6 or moved["fallback"]
+    assert moved["risk"] is not None
+    assert result.exit_code == (1 if found["kl_p95"] > found["bound"] else 0)
+
+
+def test_verify_fails_when_the_error_is_above_the_bound(
+    stories: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", *reordered())
+    monkeypatch.setenv("KVBOOST_GATE", "false")
+    monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "none")
+    monkeypatch.setenv("KVBOOST_RISK_BOUND", "1e-9")
+    result = run("verify", path, "--model", stories)
+    assert result.exit_code == 1
+    assert "ABOVE the bound" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "holds no prompt"), ("{oops\n", "line 1"), ('"fine"\n{"text": 3}\n', "line 2"), (None, "cannot read")],
+)
+def test_verify_names_the_file_and_the_line_that_is_wrong(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    error = one_line_error(run("verify", str(path)))
+    assert message in error
+    assert "prompts.jsonl" in error
+
+
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 

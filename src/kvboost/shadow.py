@@ -116,8 +116,8 @@ class Shadow:
         over = float(np.quantile([r.kl - r.bound for r in self._recent], 0.95))
         if over > 0:
             self._suspended = (
-                f"moved reuse is suspended: the p95 of the last {len(self._recent)} shadow checks (first "
-                f"token, KL) is {over:.3g} nat above its bound; exact reuse goes on. See what changed, then call resume()"
+                f"moved reuse is suspended: the p95 of the last {len(self._recent)} shadow checks (KL of the first "
+                f"token) is {over:.3g} nat above its bound; exact reuse goes on. See what changed, then call resume()"
             )
             logger.error(self._suspended)
 
