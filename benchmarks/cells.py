@@ -168,6 +168,7 @@ def _case(kind: str, split: str, number: int, drawn: list[int], rng: random.Rand
 def load(kinds: list[str], splits: list[str], limit: int | None = None) -> list[Case]:
     """The committed cases, at most `limit` per kind and split."""
     cases = [Case(**c) for c in json.loads(CELLS.read_text())["cases"]]
+    cases.sort(key=lambda c: c.number)  # kinds in turns, so that a run that is stopped has some of each
     return [c for c in cases if c.kind in kinds and c.split in splits and (limit is None or c.number < limit)]
 
 

@@ -75,8 +75,7 @@ def measure(kv: KVBoost, num_prompts: int, num_tokens: int) -> dict[str, list[di
         order = [i for i in shuffled(len(documents.documents), rng) if not (fewer and i == 0)]
         moved = documents.prompt(order, question=question)
         for name, ids in (("exact hits only", captured), ("moved", moved)):
-            answer = continuation(kv, ids)
-            truth, _ = kv.score(ids, answer, disable=True)
+            answer, truth = full_prefill(kv, ids)
             methods = METHODS if name == "moved" else {name: {}}
             for method, settings in methods.items():
                 with unshifted() if method == "unshifted keys" else contextlib.nullcontext():
@@ -91,10 +90,18 @@ def measure(kv: KVBoost, num_prompts: int, num_tokens: int) -> dict[str, list[di
     return results
 
 
-def continuation(kv: KVBoost, ids: torch.Tensor) -> torch.Tensor:
-    """The full prefill's own greedy tokens [1, 32]."""
-    out = kv.generate(ids, max_new_tokens=CONTINUATION, min_new_tokens=CONTINUATION, do_sample=False, disable=True)
-    return torch.tensor([out.token_ids])
+def full_prefill(kv: KVBoost, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The full prefill's own greedy tokens [1, 32], and its logits at each of them, float32 [32, V]."""
+    out = kv.generate(
+        ids,
+        max_new_tokens=CONTINUATION,
+        min_new_tokens=CONTINUATION,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        disable=True,
+    )
+    return torch.tensor([out.token_ids]), torch.cat(out.output.logits).float()
 
 
 def summary(method: str, rows: list[dict[str, float]]) -> dict[str, Any]:

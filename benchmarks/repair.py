@@ -22,7 +22,7 @@ import torch
 
 import cells
 from compare import Result, report
-from fidelity import CONTINUATION, continuation, divergence
+from fidelity import CONTINUATION, divergence, full_prefill
 from kvboost import KVBoost
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 
@@ -57,8 +57,7 @@ def measure(
 ) -> Iterator[Result]:
     """All systems in all contexts on one case; the truth is computed once. `before` every system, `begin` a context."""
     ids = reader.prompt(case)
-    answer = continuation(kv, ids)
-    truth, _ = kv.score(ids, answer, disable=True)
+    answer, truth = full_prefill(kv, ids)
     for context in contexts:
         kv.invalidate()
         begin()

@@ -66,7 +66,7 @@ class Settings(BaseModel):
         "attention", description="cacheblend: KL of attention distributions, or squared L2 of values."
     )
     sample_step: int = Field(
-        50, ge=0, description="guided: every so many moved rows one is recomputed as a sample; 0 for none."
+        25, ge=0, description="guided: every so many moved rows one is recomputed as a sample; 0 for none."
     )
     check_layer: int = Field(1, ge=0, description="cacheblend: the layer at which rows are scored.")
     chunker: Literal["content", "fixed", "semantic"] = Field("content", description="How new text is cut into chunks.")

@@ -1,8 +1,12 @@
-"""Rows that the question will read, and a sample that tells what the others lack. Ours.
+"""Rows that the question will read, the heads of runs, and a sample that tells what all others lack. Ours.
 
-1. The question alone is run over the assembled cache: the rows that it attends to in the later layers matter most.
-2. A sparse regular sample of each chunk is recomputed as well; its mean change corrects the rows that are not
-   recomputed (`kvboost.hf.correction`).
+1. The last rows of the prompt are run over the assembled cache: the rows that they attend to in the later layers will
+   matter most for the answer.
+2. The first rows of every run changed most: they looked back at what stood before them.
+3. A sparse regular sample of each run is recomputed as well; its mean change corrects the rows that are not recomputed
+   (`kvboost.hf.correction`).
+
+The search that led here is `benchmarks/search.py`; what it tried and found stands in `docs/log.md`.
 """
 
 from __future__ import annotations
@@ -12,28 +16,31 @@ import numpy as np
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
 from kvboost.hf.signals import glance
-from kvboost.repair.selection import Selection, moved_positions, no_rows, top
+from kvboost.repair.selection import Selection, heads, moved_positions, no_rows, top
 from kvboost.types import Int32Array, ReusePlan
 
 DEFAULT_RATIO = 0.15
-QUESTION_ROWS = 48  # at most so many rows at the end of the prompt are asked what they attend to
-SAMPLE_STEP = 50
+QUESTION_ROWS = 8  # at the end of the prompt, that are asked what they attend to; more cost more than they tell
+HEAD_ROWS = 8  # of every run
+FIXED_SHARE = 0.7  # of the budget, at most, goes to heads and sample; the rest goes where the question looks
 
 
 def select_guided(assembly: Assembly, settings: Settings) -> Selection:
-    """The rows of largest attention and the sample, within `recompute_ratio` of the moved rows."""
+    """Sample, heads, and the rows of largest attention, within `recompute_ratio` of the moved rows."""
     plan = assembly.plan
     moved = moved_positions(plan)
     ratio = DEFAULT_RATIO if settings.recompute_ratio is None else settings.recompute_ratio
     if not len(moved) or ratio in (0, 1):
         return Selection(moved if ratio else no_rows())
     seen = glance(assembly, assembly.positions(question(plan)), later_full_layers(assembly))
-    score = seen.mass[assembly.positions(moved)]
-    sampled = sample(plan, settings.sample_step)
     budget = ratio * len(moved) - seen.charged_rows
-    if budget < len(sampled):
+    sampled = sample(plan, settings.sample_step)
+    if len(sampled) > FIXED_SHARE * budget:
         sampled = no_rows()
-    score[np.searchsorted(moved, sampled)] = float("inf")
+    room = int((FIXED_SHARE * budget - len(sampled)) / max(1, len(plan.runs)))
+    first = heads(plan.runs, [max(0, min(HEAD_ROWS, room))] * len(plan.runs))
+    score = seen.mass[assembly.positions(moved)]
+    score[np.searchsorted(moved, np.union1d(sampled, first))] = float("inf")
     return Selection(top(moved, score, budget), sampled, seen.charged_rows, seen)
 
 
