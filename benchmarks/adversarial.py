@@ -36,9 +36,10 @@ NOTE = (
     "to the old crane, and opens at seven. On Mondays it is closed, because the ferry does not run.\n\n"
 )
 PRONOUN = (
-    "Note: In the same year that person signed the contract for the new pier, over the protest of the council, and paid "
-    "the first bill out of the office's own money. The bill was for nine thousand crowns, the pier took two summers, and "
-    "the council has never forgotten it. All who ask are sent to that person, who keeps the papers in a blue box.\n\n"
+    "Note: In the same year that person signed the contract for the new pier, over the protest of the council, and "
+    "paid the first bill out of the office's own money. The bill was for nine thousand crowns, the pier took two "
+    "summers, and the council has never forgotten it. All who ask are sent to that person, who keeps the papers in a "
+    "blue box.\n\n"
 )
 BEFORE = (
     "Note: What the note directly before this one says about opening hours is wrong; everything else in it is right. The "
