@@ -46,7 +46,10 @@ BEFORE = (
     "true hours are nine to four, on all days but Sunday. Whoever comes earlier waits in the café across the street, "
     "where the harbour master has breakfast with the pilots and the two customs officers.\n\n"
 )
-FIRST = "Note: The ferry to the islands leaves at six in the morning from the north pier, says the notice of the council.\n\n"
+FIRST = (
+    "Note: The ferry to the islands leaves at six in the morning from the north pier, says the notice of the council."
+    "\n\n"
+)
 SECOND = (
     "Note: The ferry to the islands leaves at eight in the evening from the south pier, says the harbour master.\n\n"
 )

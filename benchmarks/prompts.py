@@ -56,7 +56,8 @@ def document_sets(
     path = DATA / "buglocal.jsonl"
     if not path.exists():
         raise SystemExit(f"{path.name} is missing: this benchmark reads the shared data folder beside the project")
-    sources = [json.loads(line)["buggy_source"] for line in path.open()]
+    with path.open() as file:
+        sources = [json.loads(line)["buggy_source"] for line in file]
     random.Random(seed).shuffle(sources)
     system, question = encode(SYSTEM, tokenizer), encode(QUESTION, tokenizer)
     bos = tokenizer.bos_token_id

@@ -51,6 +51,22 @@ def _rope(**parameters: Any) -> dict[str, Any]:
 
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 PER_TYPE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
+INDEXER = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 4}
 
 FAMILIES = [
     Family("llama", "llama"),
@@ -105,30 +121,14 @@ FAMILIES = [
     Family("smollm3", "smollm3", {"no_rope_layers": [1, 0, 1], "no_rope_layer_interval": 2}),
     Family("glm", "glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     Family("granite", "granite", {"attention_multiplier": 0.25, "residual_multiplier": 0.5}),
-    Family(
-        "deepseek-v3",
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 48,
-            "n_shared_experts": 1,
-        },
-    ),
+    Family("deepseek-v3", "deepseek_v3", MLA),
     Family("llama-dynamic", "llama", _rope(rope_type="dynamic", factor=2.0), reuse="exact"),
     Family("gpt2", "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}, reuse="exact"),
     Family("opt", "opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, reuse="exact"),
     Family("bloom", "bloom", {"n_layer": 3, "n_head": 4}, reuse="exact", attention=("eager",)),
     Family("mamba", "mamba", {"state_size": 8}, reuse="none", attention=("eager",)),
+    Family("deepseek-v3.2", "deepseek_v32", {**MLA, **INDEXER}, reuse="none", since="5.16"),
+    Family("glm-dsa", "glm_moe_dsa", {**MLA, **INDEXER}, reuse="none", since="5.16"),
 ]
 BY_NAME = {f.name: f for f in FAMILIES}
 SUPPORTED_HERE = [f for f in FAMILIES if Version(f.since) <= compat.VERSION]

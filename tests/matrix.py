@@ -20,7 +20,8 @@ from kvboost.hf.load import load_rows
 from kvboost.types import Kind
 from scenario import engine, greedy, join, logits, plain_logits, prompt, relative_error
 
-MIXTURES = {"mixtral", "qwen3-moe", "deepseek-v3"}  # in 16 bit a router tie may go the other way: float32 only
+# in 16 bit a router tie may go the other way: float32 only
+MIXTURES = {"mixtral", "qwen3-moe", "deepseek-v3", "deepseek-v3.2", "glm-dsa"}
 REORDERED = prompt("3120", head=random_ids(47, seed=5))
 LONGER = join(prompt(), random_ids(20, seed=77))
 

@@ -102,6 +102,19 @@ def test_a_recurrent_model_goes_to_transformers_and_says_why() -> None:
     assert "key/value cache" in (out.report.fallback or "")
 
 
+@pytest.mark.parametrize("name", [n for n in ("deepseek-v3.2", "glm-dsa") if BY_NAME[n] in SUPPORTED_HERE])
+def test_a_sparse_attention_model_goes_to_transformers_and_names_its_index_keys(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = engine(model := build(name))
+    assert "index keys" in caplog.text
+    greedy(kv.generate, prompt(), 1)
+    out = greedy(kv.generate, LONGER, 4)
+    assert out.report.fresh_tokens == LONGER.shape[1]
+    assert "index keys" in (out.report.fallback or "")
+    assert torch.equal(logits(out.output), plain_logits(model, LONGER, 4))
+
+
 @pytest.mark.parametrize("beyond", [-50, -1, 0, 1, 2, 50])
 def test_longrope_never_mixes_its_two_regimes(beyond: int) -> None:
     kv = engine(model := build_fresh("longrope-phi3"), recompute_head_tokens=10_000)

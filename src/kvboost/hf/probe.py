@@ -68,6 +68,7 @@ def cache_windows(config: Any, num_layers: int) -> list[int | None]:
 
 def check_plain_cache(model: PreTrainedModel) -> DynamicCache:
     """Four tokens through a plain cache. Raises `UnsupportedModel` unless every layer keeps one K/V row per token."""
+    _refuse_index_keys(model.config)
     ids = torch.arange(4, device=model.device)[None]
     try:
         cache = run(model, ids)
@@ -78,14 +79,24 @@ def check_plain_cache(model: PreTrainedModel) -> DynamicCache:
     for i, layer in enumerate(cache.layers):
         keys = getattr(layer, "keys", None)
         plain = isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[0] == 1 and keys.shape[2] == 4
-        if not plain or getattr(layer, "indexer_keys", None) is not None:
-            raise UnsupportedModel(
-                f"layer {i} does not keep one key and value row per token (recurrent or sparse state)"
-            )
+        if not plain:
+            raise UnsupportedModel(f"layer {i} does not keep one key and value row per token (recurrent state)")
     expected = getattr(model.config.get_text_config(), "num_hidden_layers", len(cache.layers))
     if len(cache.layers) != expected:
         raise UnsupportedModel(f"it has {expected} layers but only {len(cache.layers)} with a key/value cache")
     return cache
+
+
+def _refuse_index_keys(config: Any) -> None:
+    """Raises `UnsupportedModel` if transformers' own cache for the model also holds index keys of sparse attention.
+
+    Those choose which rows a query may see. They are not stored, so not even an exact prefix could be continued.
+    """
+    for i, layer in enumerate(DynamicCache(config=config).layers):
+        if hasattr(layer, "indexer_keys"):
+            raise UnsupportedModel(
+                f"the sparse attention of layer {i} keeps index keys beside keys and values, and these are not stored"
+            )
 
 
 def shapes(cache: DynamicCache) -> list[LayerLayout]:

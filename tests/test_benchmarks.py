@@ -1,0 +1,59 @@
+"""The benchmarks run, and their figures are about what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_check
+import prefix
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, Any]:
+    return gpu_check.main(["--miniature", "--repeats", "1", "--lengths", "384", "640"])
+
+
+def test_the_gpu_check_is_exact_where_it_promises_to_be(checked: dict[str, Any]) -> None:
+    exactness = checked["exactness"]
+    assert exactness["no_reuse"] == 0.0
+    assert exactness["exact_prefix"] <= 1e-5
+    assert exactness["all_repaired"] <= 1e-4
+    assert 0 < exactness["yardstick"] <= 1e-5, "eager and SDPA are two implementations of one function"
+    assert exactness["no_reuse_fresh_tokens"] == exactness["tokens"]
+    assert checked["ok"]
+
+
+def test_the_gpu_check_times_what_it_names(checked: dict[str, Any]) -> None:
+    assert [r["tokens"] for r in checked["rows"]] == [384 + gpu_check.HEAD_TOKENS, 640 + gpu_check.HEAD_TOKENS]
+    assert checked["skipped"] == []
+    for row in checked["rows"]:
+        documents = row["tokens"] - gpu_check.HEAD_TOKENS - gpu_check.QUESTION_TOKENS
+        assert row["prefix_exact_tokens"] == documents
+        assert row["moved_tokens"] > 0.7 * documents
+        assert 0 < row["moved_repaired_tokens"] < 0.3 * row["moved_tokens"]
+        assert row["fallbacks"] == []
+        assert min(row[f"{name}_s"] for name in ("full", "cold", "prefix", "moved")) > 0
+
+
+def test_the_gpu_check_ends_with_its_result_as_one_json_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "results.jsonl"
+    result = gpu_check.main(["--miniature", "--repeats", "1", "--limit-s", "0", "--out", str(out)])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(out.read_text()) == result
+    assert result["rows"] == []
+    assert result["skipped"] == [384, 768, 1536], "the time is up before the first"
+
+
+def test_prefixes_of_every_share_are_reused_and_exact(smollm2_dir: Path, shared_data: Path) -> None:
+    result = prefix.main(
+        ["--model", str(smollm2_dir), "--tokens", "250", "--shares", "0.02", "0.6", "--repeats", "1", "--threads", "1"]
+    )
+    assert [r["prefix"] / r["tokens"] for r in result["rows"]] == pytest.approx([0.02, 0.6], abs=0.005)
+    for row in result["rows"]:
+        assert row["prefix"] + row["computed"] == row["tokens"]
+        assert abs(row["kl_worst"]) < 1e-5
