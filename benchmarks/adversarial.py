@@ -32,19 +32,19 @@ SYSTEM = (
 )
 PEOPLE = ("Maria Lopez", "Ingrid Olsen", "Tom Baker", "Yusuf Demir")
 NOTE = (
-    "Note: {who} has run the harbour office since the spring of {year}. The office stands behind the fish market, next "
-    "to the old crane, and opens at seven. On Mondays it is closed, because the ferry does not run.\n\n"
+    "Note: {who} has run the harbour office since the spring of {year}. The office stands behind the fish market,"
+    " next to the old crane, and opens at seven. On Mondays it is closed, because the ferry does not run.\n\n"
 )
 PRONOUN = (
-    "Note: In the same year that person signed the contract for the new pier, over the protest of the council, and "
-    "paid the first bill out of the office's own money. The bill was for nine thousand crowns, the pier took two "
-    "summers, and the council has never forgotten it. All who ask are sent to that person, who keeps the papers in a "
-    "blue box.\n\n"
+    "Note: In the same year that person signed the contract for the new pier, over the protest of the council, "
+    "and paid the first bill out of the office's own money. The bill was for nine thousand crowns, the pier took "
+    "two summers, and the council has never forgotten it. All who ask are sent to that person, who keeps the "
+    "papers in a blue box.\n\n"
 )
 BEFORE = (
-    "Note: What the note directly before this one says about opening hours is wrong; everything else in it is right. The "
-    "true hours are nine to four, on all days but Sunday. Whoever comes earlier waits in the café across the street, "
-    "where the harbour master has breakfast with the pilots and the two customs officers.\n\n"
+    "Note: What the note directly before this one says about opening hours is wrong; everything else in it is "
+    "right. The true hours are nine to four, on all days but Sunday. Whoever comes earlier waits in the café "
+    "across the street, where the harbour master has breakfast with the pilots and the two customs officers.\n\n"
 )
 FIRST = (
     "Note: The ferry to the islands leaves at six in the morning from the north pier, says the notice of the council."
@@ -54,9 +54,9 @@ SECOND = (
     "Note: The ferry to the islands leaves at eight in the evening from the south pier, says the harbour master.\n\n"
 )
 LATER = (
-    "Note: Of two notes that contradict each other the later one counts. This rule was made after the winter of the two "
-    "ferries, when half of the passengers stood on one pier and half on the other, and the boat left with nobody but the "
-    "cook. It has been kept since then, and nobody in town has missed the boat because of a note.\n\n"
+    "Note: Of two notes that contradict each other the later one counts. This rule was made after the winter of "
+    "the two ferries, when half of the passengers stood on one pier and half on the other, and the boat left with"
+    " nobody but the cook. It has been kept since then, and nobody in town has missed the boat because of a note.\n\n"
 )
 ASK = "Question: {question}\nAnswer:"
 

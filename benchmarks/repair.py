@@ -43,6 +43,8 @@ SYSTEMS: Mapping[str, dict[str, Any]] = {
         "gate": False,
     },
     "guided": {"recompute_strategy": "guided", "recompute_ratio": BUDGET, "risk_bound": 1e9},  # judged, never escalated
+    "guided 5 %": {"recompute_strategy": "guided", "recompute_ratio": 0.05, "risk_bound": 1e9},
+    "guided 40 %": {"recompute_strategy": "guided", "recompute_ratio": 0.4, "risk_bound": 1e9},
 }
 
 

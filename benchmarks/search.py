@@ -101,7 +101,7 @@ class Chooser:
             offset = np.concatenate([np.arange(len(s.span)) for s in plan if s.kind.value == "moved"])
             score = score * (1 + v.prior * torch.from_numpy(np.exp(-offset / 16)).float())
         score = score.clone()
-        sampled = sample(plan, v.step)
+        sampled = sample(plan, v.step, len(moved))
         first = heads(plan.runs, [v.heads] * len(plan.runs))
         score[np.searchsorted(moved, np.union1d(sampled, first))] = float("inf")
         rows = top(moved, score, BUDGET * len(moved) - probed)

@@ -11,6 +11,8 @@ The search that led here is `benchmarks/search.py`; what it tried and found stan
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvboost.config import Settings
@@ -21,8 +23,9 @@ from kvboost.types import Int32Array, ReusePlan
 
 DEFAULT_RATIO = 0.15
 QUESTION_ROWS = 8  # at the end of the prompt, that are asked what they attend to; more cost more than they tell
-HEAD_ROWS = 8  # of every run
-FIXED_SHARE = 0.7  # of the budget, at most, goes to heads and sample; the rest goes where the question looks
+HEAD_ROWS = 4  # of every run
+SAMPLE_SHARE = 0.4  # of the budget at most; a smaller budget takes a sparser sample
+FIXED_SHARE = 0.7  # of the budget at most for sample and heads; the rest goes where the question looks
 
 
 def select_guided(assembly: Assembly, settings: Settings) -> Selection:
@@ -34,9 +37,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
         return Selection(moved if ratio else no_rows())
     seen = glance(assembly, assembly.positions(question(plan)), later_full_layers(assembly))
     budget = ratio * len(moved) - seen.charged_rows
-    sampled = sample(plan, settings.sample_step)
-    if len(sampled) > FIXED_SHARE * budget:
-        sampled = no_rows()
+    sampled = sample(plan, settings.sample_step, SAMPLE_SHARE * budget)
     room = int((FIXED_SHARE * budget - len(sampled)) / max(1, len(plan.runs)))
     first = heads(plan.runs, [max(0, min(HEAD_ROWS, room))] * len(plan.runs))
     score = seen.mass[assembly.positions(moved)]
@@ -50,10 +51,11 @@ def question(plan: ReusePlan) -> Int32Array:
     return np.arange(max(last.start, last.stop - QUESTION_ROWS), last.stop, dtype=np.int32)
 
 
-def sample(plan: ReusePlan, step: int) -> Int32Array:
-    """Every `step`-th position of each moved run, from the middle of the first step on."""
-    if not step:
+def sample(plan: ReusePlan, step: int, limit: float) -> Int32Array:
+    """Every `step`-th position of each moved run, from the middle of the first step on; sparser if above `limit`."""
+    if not step or limit < 1:
         return no_rows()
+    step = max(step, math.ceil(sum(map(len, plan.runs)) / limit))
     grids = [np.arange(r.start + step // 2, r.stop, step, dtype=np.int32) for r in plan.runs]
     return np.concatenate([no_rows(), *grids])
 
