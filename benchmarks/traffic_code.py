@@ -27,7 +27,7 @@ POOL = 20
 SHOWN = 3  # excerpts in a prompt
 REPORTS = 3  # over one context in `pairs`: the first is COLD, the others WARM
 ROUNDS = 2  # how often a pool's reports are asked in `shifted`, each time in other company
-EXCERPT_TOKENS = 430  # a prompt has 1,200 to 1,500 in all
+EXCERPT_TOKENS = 420  # a prompt has about 1,200 to 1,500 in all
 REPORT_TOKENS = 80
 LINE_CHARACTERS = 120
 
