@@ -27,7 +27,7 @@ POOL = 20
 SHOWN = 3  # excerpts in a prompt
 REPORTS = 3  # over one context in `pairs`: the first is COLD, the others WARM
 ROUNDS = 2  # how often a pool's reports are asked in `shifted`, each time in other company
-EXCERPT_TOKENS = 420  # a prompt has about 1,200 to 1,500 in all
+EXCERPT_TOKENS = 410  # a prompt has about 1,200 to 1,500 in all
 REPORT_TOKENS = 80
 LINE_CHARACTERS = 120
 
@@ -68,11 +68,16 @@ def shifted(tokenizer: Any, count: int, excerpt_tokens: int = EXCERPT_TOKENS) ->
 
 
 def _contexts() -> Iterator[list[Row]]:
-    """The excerpts of an episode of `pairs`; every sample is the first target once, in random order within its pool."""
-    for number, pool in enumerate(pools(code_rows())):
-        rng = random.Random(f"{SEED} pairs {number}")
-        for target in rng.sample(pool, len(pool)):
-            yield with_company(target, pool, rng)
+    """The excerpts of an episode of `pairs`, from what its pool has left, so that no report is asked twice.
+
+    The last pools come first: up to 500 requests of each traffic share no report.
+    """
+    for number, pool in enumerate(reversed(pools(code_rows()))):
+        rng, left = random.Random(f"{SEED} pairs {number}"), list(pool)
+        while len(left) >= SHOWN:
+            context = with_company(rng.choice(left), left, rng)
+            yield context
+            left = [row for row in left if all(row is not used for used in context)]
 
 
 def _pair_episode(writer: CodeWriter, episode: int, context: list[Row]) -> Iterator[Request]:

@@ -133,8 +133,10 @@ def test_pairs_share_their_prefix_and_shifted_none_beyond_the_system_prompt(
 
 
 @pytest.mark.parametrize("name", BUGLOCAL)
-def test_bug_localization_prompts_have_the_length_that_is_told(name: str, traffic: dict[str, list[Request]]) -> None:
-    assert all(1200 <= r.ids.shape[1] <= 1500 for r in traffic[name])
+def test_bug_localization_prompts_have_about_the_length_that_is_told(
+    name: str, traffic: dict[str, list[Request]]
+) -> None:
+    assert all(1150 <= r.ids.shape[1] <= 1550 for r in traffic[name])
 
 
 @pytest.mark.parametrize("name", BUGLOCAL)
@@ -177,6 +179,16 @@ def test_every_choice_is_shown_to_who_must_choose(tokenizer: Any, traffic: dict[
         text = tokenizer.decode(request.ids[0])
         for option in request.options:
             assert f"def {tokenizer.decode(option[0]).strip().rpartition('.')[2]}" in text, request.name
+
+
+def test_the_thousand_requests_of_both_traffics_ask_many_reports(tokenizer: Any) -> None:
+    asked = {
+        name: [tokenizer.decode(r.ids[0]).rpartition("\nReport: ")[2] for r in source(tokenizer, 500)]
+        for name, source in BUGLOCAL.items()
+    }
+    assert len(set(asked["pairs"])) > 490
+    assert len(set(asked["shifted"])) >= 250
+    assert len(set(asked["pairs"]) & set(asked["shifted"])) < 5  # some reports are a word or two
 
 
 def test_mentioned_options_are_those_whose_own_name_the_report_uses() -> None:
