@@ -133,9 +133,7 @@ def test_pairs_share_their_prefix_and_shifted_none_beyond_the_system_prompt(
 
 
 @pytest.mark.parametrize("name", BUGLOCAL)
-def test_bug_localization_prompts_have_about_the_length_that_is_told(
-    name: str, traffic: dict[str, list[Request]]
-) -> None:
+def test_bug_localization_prompts_have_the_length_that_is_told(name: str, traffic: dict[str, list[Request]]) -> None:
     assert all(1150 <= r.ids.shape[1] <= 1550 for r in traffic[name])
 
 
