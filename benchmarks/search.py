@@ -30,7 +30,7 @@ from kvboost.hf.correction import CorrectingLayer, shrunken_mean, shrunken_means
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 from kvboost.hf.signals import value_change
 from kvboost.repair import STRATEGIES
-from kvboost.repair.guided import later_full_layers, question, sample
+from kvboost.repair.guided import sample
 from kvboost.repair.selection import Selection, heads, moved_positions, no_rows, top
 from kvboost.types import Int32Array, ReusePlan, Span
 
@@ -88,7 +88,8 @@ class Chooser:
     def __call__(self, assembly: Assembly, settings: Settings) -> Selection:
         v, plan = self.variant, assembly.plan
         moved = moved_positions(plan)
-        asked = question(plan)[-v.asked :]
+        last = plan.segments[-1].span
+        asked = np.arange(max(last.start, last.stop - v.asked), last.stop, dtype=np.int32)
         probed = 0.0 if v.blind else float(len(asked))
         score = torch.ones(len(moved)) if v.blind else self.mass(assembly, asked)[torch.from_numpy(moved).long()]
         if v.power:
@@ -220,6 +221,12 @@ def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
                 inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", filtered))
 
         yield switch
+
+
+def later_full_layers(assembly: Assembly) -> list[int]:
+    """The later two thirds of the layers that see the whole prompt."""
+    layers = [i for i, w in enumerate(assembly.layout.windows) if w is None]
+    return layers[len(layers) // 3 :]
 
 
 def measure(

@@ -5,7 +5,6 @@ Each returns what it measured and what it cost, in rows through all layers, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,22 +30,19 @@ class Glance:
     charged_rows: float
 
 
-def glance(assembly: Assembly, rows: torch.Tensor, layers: Sequence[int]) -> Glance:
-    """Runs only `rows`, the question at the end of the prompt, over the assembled cache; sums attention in `layers`."""
+def glance(assembly: Assembly, rows: torch.Tensor) -> Glance:
+    """Runs only `rows`, the question at the end of the prompt, over the assembled cache, and sums their attention."""
     mass = torch.zeros(assembly.plan.num_tokens, device=rows.device)
-    wanted = frozenset(layers)
 
     def observe(look: Look) -> None:
-        if look.layer in wanted:
-            weights = look.log_weights().exp_()
-            mass[look.block.keys] += weights.mean(0).sum(0)
+        mass[look.block.keys] += look.log_weights().exp_().mean(0).sum(0)
 
     hidden = assembly.fresh_positions()
     hidden[rows] = False
     logits = assembly.forward(rows, assembly.splice_layers(rows), observe=observe, hidden=hidden, logits=True)
     if logits is None:
         raise RuntimeError("the question's forward ended early")  # unreachable: the observer never stops it
-    return Glance(mass / max(1, len(layers)), logits, float(len(rows)))
+    return Glance(mass / assembly.num_layers, logits, float(len(rows)))
 
 
 def through_end(assembly: Assembly, rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Rows that the question will read, the heads of runs, and a sample that tells what all others lack. Ours.
 
-1. The last rows of the prompt are run over the assembled cache: the rows that they attend to in the later layers will
-   matter most for the answer.
+1. The last rows of the prompt are run over the assembled cache: the rows that they attend to, in the mean over all
+   layers, will matter most for the answer.
 2. The first rows of every run changed most: they looked back at what stood before them.
 3. A sparse regular sample of each run is recomputed as well; its mean change corrects the rows that are not recomputed
    (`kvboost.hf.correction`).
@@ -35,7 +35,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
     ratio = DEFAULT_RATIO if settings.recompute_ratio is None else settings.recompute_ratio
     if not len(moved) or ratio in (0, 1):
         return Selection(moved if ratio else no_rows())
-    seen = glance(assembly, assembly.positions(question(plan)), later_full_layers(assembly))
+    seen = glance(assembly, assembly.positions(question(plan)))
     budget = ratio * len(moved) - seen.charged_rows
     sampled = sample(plan, settings.sample_step, SAMPLE_SHARE * budget)
     room = int((FIXED_SHARE * budget - len(sampled)) / max(1, len(plan.runs)))
@@ -58,9 +58,3 @@ def sample(plan: ReusePlan, step: int, limit: float) -> Int32Array:
     step = max(step, math.ceil(sum(map(len, plan.runs)) / limit))
     grids = [np.arange(r.start + step // 2, r.stop, step, dtype=np.int32) for r in plan.runs]
     return np.concatenate([no_rows(), *grids])
-
-
-def later_full_layers(assembly: Assembly) -> list[int]:
-    """The later two thirds of the layers that see the whole prompt; of all layers if every one is windowed."""
-    layers = [i for i, w in enumerate(assembly.layout.windows) if w is None] or list(range(assembly.num_layers))
-    return layers[len(layers) // 3 :]

@@ -16,7 +16,7 @@ from kvboost.hf.assembly import Assembly
 from kvboost.hf.correction import Correction, Sample, correcting_layers
 from kvboost.hf.signals import Glance, glance
 from kvboost.repair import gate
-from kvboost.repair.guided import later_full_layers, question
+from kvboost.repair.guided import question
 from kvboost.repair.selection import Strategy, moved_positions
 from kvboost.types import Int32Array, Kind, ReusePlan
 
@@ -61,7 +61,7 @@ def attempt(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mende
     selection = strategy(assembly, settings)
     seen, probed_rows = selection.seen, selection.probed_rows
     if seen is None and settings.gate:
-        seen = glance(assembly, assembly.positions(question(assembly.plan)), later_full_layers(assembly))
+        seen = glance(assembly, assembly.positions(question(assembly.plan)))
         probed_rows += seen.charged_rows
     selected = time.perf_counter()
     fresh = replace(assembly.plan, repaired=selection.rows[:0]).computed_rows(assembly.plan.num_tokens)
