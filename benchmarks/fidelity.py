@@ -35,10 +35,14 @@ from prompts import ORDER_QUESTION, document_sets, encode, shuffled
 
 CONTINUATION = 32
 METHODS: dict[str, dict[str, Any]] = {
-    "unshifted keys": {"recompute_strategy": "none"},
-    "none (shift only)": {"recompute_strategy": "none"},
-    "epic, k = 8": {"recompute_strategy": "epic", "recompute_head_tokens": 8},
-    "epic, 15 % of rows": {"recompute_strategy": "epic", "recompute_head_tokens": 45},
+    "unshifted keys": {"recompute_strategy": "none", "gate": False},
+    "none": {"recompute_strategy": "none", "gate": False},
+    "selective": {"recompute_strategy": "selective", "gate": False},
+    "cacheblend": {"recompute_strategy": "cacheblend", "gate": False},
+    "epic": {"recompute_strategy": "epic", "gate": False},
+    "guided": {"recompute_strategy": "guided", "gate": False},
+    "fast": {"fidelity": "fast"},
+    "balanced": {"fidelity": "balanced"},
 }
 
 

@@ -38,10 +38,10 @@ FULL, PREFIX = "full prefill", "prefix caching"
 SYSTEMS: Mapping[str, dict[str, Any]] = {
     FULL: {"disable": True},
     PREFIX: {"fidelity": "exact"},
-    "none": {"recompute_strategy": "none", "fidelity": "fast"},
-    "selective": {"recompute_strategy": "selective", "fidelity": "fast"},
-    "cacheblend": {"recompute_strategy": "cacheblend", "fidelity": "fast"},
-    "epic": {"recompute_strategy": "epic", "fidelity": "fast"},
+    "none": {"recompute_strategy": "none", "gate": False},
+    "selective": {"recompute_strategy": "selective", "gate": False},
+    "cacheblend": {"recompute_strategy": "cacheblend", "gate": False},
+    "epic": {"recompute_strategy": "epic", "gate": False},
     "guided, fast": {"recompute_strategy": "guided", "fidelity": "fast"},
     "guided, balanced": {"recompute_strategy": "guided", "fidelity": "balanced"},
 }

@@ -5,7 +5,8 @@
 Both sides run alternately in one process, back to back, so whatever the cache does after the first token is paid. A
 side's time is the wall time of a whole call with `max_new_tokens=1`; ratios are medians over the repeats, each with
 its own documents, head and order. Beside each ratio stand the KL divergence of the first token's distribution (full
-prefill || ours) and the share of the time that is spent outside of the forwards.
+prefill || ours) and the share of the time that is spent outside of the forwards. In the last row *full* is `guided`, and
+*ours* the same rows computed without a probe or a gate.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -27,7 +29,11 @@ from rich.table import Table
 
 import kvboost
 from kvboost import KVBoost
+from kvboost.config import Settings
+from kvboost.hf.assembly import Assembly
 from kvboost.hf.embedded import SMOLLM2, ensure
+from kvboost.repair import STRATEGIES, Selection
+from kvboost.repair.guided import select_guided
 from prompts import DocumentSet, document_sets, encode, shuffled
 
 DOCUMENT_TOKENS = 300  # shorter in short prompts, so that there are at least six
@@ -47,17 +53,30 @@ def requests(documents: DocumentSet, repeat: int, tokenizer: Any) -> dict[str, t
     """The scenarios over one document set: prompt and settings. The first one computes what the others reuse."""
     rng = random.Random(repeat)
     natural = list(range(len(documents.documents)))
-    stamp = encode(f"[{rng.randrange(1000)}:{rng.randrange(60):02d}] ", tokenizer)[:, :6]
-    heads = round(ROW_SHARE * documents.documents[0].shape[1])
-    once = shuffled(len(natural), rng)
-    twice = next(order for order in iter(lambda: shuffled(len(natural), rng), None) if order != once)
+    stamps = [encode(f"[{rng.randrange(1000)}:{rng.randrange(60):02d}] ", tokenizer)[:, :6] for _ in range(2)]
+    order = iter(orders(len(natural), rng, 5))
+    epic = {"recompute_strategy": "epic", "gate": False}
     return {
         "nothing shared": (documents.prompt(natural), {}),
         "same prompt": (documents.prompt(natural), {}),
-        "head changed": (documents.prompt(natural, stamp), {}),
-        "reordered": (documents.prompt(once), {}),
-        "reordered, 15 % of rows": (documents.prompt(twice), {"recompute_head_tokens": heads}),
+        "head changed, epic 8": (documents.prompt(natural, stamps[0]), epic),
+        "head changed, balanced": (documents.prompt(natural, stamps[1]), {"fidelity": "balanced"}),
+        "reordered, epic 8": (documents.prompt(next(order)), epic),
+        "reordered, epic 15 %": (documents.prompt(next(order)), {**epic, "recompute_ratio": ROW_SHARE}),
+        "reordered, guided 15 %": (documents.prompt(next(order)), {"risk_bound": 1e9, "recompute_ratio": ROW_SHARE}),
+        "reordered, fast": (documents.prompt(next(order)), {"fidelity": "fast"}),
+        "reordered, balanced": (documents.prompt(next(order)), {"fidelity": "balanced"}),
     }
+
+
+def orders(count: int, rng: random.Random, wanted: int) -> list[list[int]]:
+    """Different orders, so that no prompt is the continuation of an earlier one."""
+    found: list[list[int]] = []
+    while len(found) < wanted:
+        order = shuffled(count, rng)
+        if order not in found:
+            found.append(order)
+    return found
 
 
 def measure(kv: KVBoost, tokenizer: Any, num_tokens: int, repeats: int) -> list[dict[str, Any]]:
@@ -71,7 +90,29 @@ def measure(kv: KVBoost, tokenizer: Any, num_tokens: int, repeats: int) -> list[
             first = (repeat + i) % 2
             results = {side: sides[side]() for side in (first, 1 - first)}
             seen[name].append(compare(results[0], results[1], ids.shape[1]))
+        seen["the rows of guided 15 %, no probe"].append(bare(kv, documents, repeat))
     return [summary(name, rows) for name, rows in seen.items()]
+
+
+def bare(kv: KVBoost, documents: DocumentSet, repeat: int) -> dict[str, float]:
+    """`guided` at 15 % against the same rows without choosing or judging them: what the probe costs in TTFT."""
+    last = orders(len(documents.documents), random.Random(repeat + 1000), 2)
+    results = []
+    chosen: list[Selection] = []
+
+    def record(assembly: Assembly, settings: Settings) -> Selection:
+        chosen.append(select_guided(assembly, settings))
+        return chosen[-1]
+
+    def replay(assembly: Assembly, settings: Settings) -> Selection:
+        return Selection(chosen[-1].rows)
+
+    ids = documents.prompt(last[0])
+    for strategy, gate, salt in ((record, True, "a"), (replay, False, "b")):
+        call(kv, documents.prompt(list(range(len(documents.documents)))), cache_salt=salt)
+        with mock.patch.dict(STRATEGIES, guided=strategy):
+            results.append(call(kv, ids, cache_salt=salt, gate=gate, risk_bound=1e9, recompute_ratio=ROW_SHARE))
+    return compare((results[0][0], results[1][1], None), results[1], ids.shape[1])
 
 
 def compare(
@@ -89,6 +130,8 @@ def compare(
         "computed": computed,
         "outside_share": outside_s / ours[0],
         "charged": report.charged_budget,
+        "escalations": float(report.escalations),
+        "prefilled": float(report.fallback is not None),
         "kl": (full[1].exp() * (full[1] - ours[1])).sum().item(),
         "agree": float(full[1].argmax() == ours[1].argmax()),
     }
@@ -136,7 +179,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    full = [r for r in rows if r["scenario"] == "reordered"]
+    full = [r for r in rows if r["scenario"] == "nothing shared"]
     axes.plot([r["tokens"] for r in full], [r["full_s"] for r in full], "k--o", label="full prefill")
     for name in dict.fromkeys(r["scenario"] for r in rows):
         line = [r for r in rows if r["scenario"] == name]
