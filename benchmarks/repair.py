@@ -64,7 +64,7 @@ def measure(
         kv.invalidate()
         begin()
         for captured in reader.captures(case, context):
-            kv.generate(captured, max_new_tokens=1, do_sample=False)
+            kv.generate(captured, max_new_tokens=1, do_sample=False, fidelity="exact")
         for system, settings in systems.items():
             before(system)
             began = time.perf_counter()

@@ -41,7 +41,7 @@ BUDGET = repair.BUDGET
 class Variant:
     """One way to choose rows."""
 
-    mass: str = "later"  # later | all | valued (times |V|) | peak (largest over heads) | rooted (square root)
+    mass: str = "all"  # later | all | valued (times |V|) | peak (largest over heads) | rooted (square root)
     step: int = 25  # of the sampled grid; 0: none
     correct: bool = True  # let the sample correct the other rows
     power: float = 0.0  # of the value change at layer 1, on the candidates
@@ -52,6 +52,8 @@ class Variant:
     blind: bool = False  # no question probe at all
     pooled: bool = True  # shrink towards the mean of all chunks, not towards nothing
     fine: bool = False  # half chunks
+    damp: float = 1.0  # how much of the shrunken mean is added
+    clip: bool = False  # sampled rows that change by more than twice the median are scaled down to that
     slope: bool = False  # besides the mean, how far the sampled rows went back to their chunk's mean
     asked: int = 8  # rows of the question
     slots: str = "both"  # what the sample corrects: both | values | keys
@@ -59,18 +61,15 @@ class Variant:
 
 VARIANTS: Mapping[str, Variant] = {
     "q8, grid 25, heads 4": Variant(),
-    "q8, grid 25, heads 4, slope": Variant(slope=True),
-    "q8, grid 25, heads 8": Variant(heads=8),
-    "q8, grid 25, heads 8, slope": Variant(heads=8, slope=True),
-    "q8, grid 20, heads 12": Variant(step=20, heads=12),
-    "q16, grid 25, heads 8": Variant(asked=16, heads=8),
-    "blind, heads 12, grid 16": Variant(blind=True, heads=12, step=16),
-    "q8, grid 25, heads 4, all layers": Variant(mass="all"),
-    "q8, grid 25, heads 4, |V|": Variant(mass="valued"),
-    "q8, grid 25, heads 4, root": Variant(mass="rooted"),
-    "q8, grid 25, heads 4, peak": Variant(mass="peak"),
-    "q12, grid 20, heads 6": Variant(asked=12, step=20, heads=6),
-    "q8, grid 25, heads 4, change": Variant(power=0.5, candidates=0.25),
+    "heads 8": Variant(heads=8),
+    "uncorrected, no grid": Variant(step=0),
+    "uncorrected, no grid, heads 8": Variant(step=0, heads=8),
+    "half": Variant(damp=0.5),
+    "clipped": Variant(clip=True),
+    "values only": Variant(slots="values"),
+    "keys only": Variant(slots="keys"),
+    "unpooled": Variant(pooled=False),
+    "grid 16": Variant(step=16),
 }
 BASELINES = ("epic", "cacheblend")
 
@@ -151,6 +150,18 @@ def look_all(assembly: Assembly, asked: Int32Array) -> dict[str, torch.Tensor]:
     return mass
 
 
+def damped(factor: float) -> Callable[..., torch.Tensor]:
+    """`shrunken_means`, scaled."""
+    return lambda *arguments: factor * shrunken_means(*arguments)
+
+
+def clipped(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`shrunken_means` of changes that are no longer than twice the median of their head."""
+    length = change.norm(dim=-1, keepdim=True)
+    limit = 2 * length.median(1, keepdim=True).values
+    return shrunken_means(change * (limit / length.clamp_min(1e-12)).clamp_max(1), chunk, counts)
+
+
 def halves(spans: Callable[..., list[Span]]) -> Callable[..., list[Span]]:
     """As `ReusePlan.spans`, every span cut in two."""
 
@@ -167,9 +178,9 @@ def slot_filter(slots: str) -> Callable[..., None]:
     """`CorrectingLayer._correct`, for one slot only."""
     original = CorrectingLayer._correct
 
-    def correct(self: CorrectingLayer, stored: torch.Tensor, fresh: torch.Tensor, *, rotated: bool) -> None:
-        if slots == "both" or rotated == (slots == "keys"):
-            original(self, stored, fresh, rotated=rotated)
+    def correct(self: CorrectingLayer, slot: str, *tensors: torch.Tensor) -> None:
+        if slot == slots:
+            original(self, slot, *tensors)
 
     return correct
 
@@ -212,6 +223,10 @@ def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
             inner.enter_context(mock.patch.dict(STRATEGIES, guided=chooser))  # type: ignore[arg-type]
             if not chooser.variant.pooled:
                 inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", shrunken_mean))
+            if chooser.variant.damp != 1:
+                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", damped(chooser.variant.damp)))
+            if chooser.variant.clip:
+                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", clipped))
             if chooser.variant.slope:
                 inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", correct_with_slope))
             if chooser.variant.fine:

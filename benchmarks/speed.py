@@ -5,8 +5,8 @@
 Both sides run alternately in one process, back to back, so whatever the cache does after the first token is paid. A
 side's time is the wall time of a whole call with `max_new_tokens=1`; ratios are medians over the repeats, each with
 its own documents, head and order. Beside each ratio stand the KL divergence of the first token's distribution (full
-prefill || ours) and the share of the time that is spent outside of the forwards. In the last row *full* is `guided`, and
-*ours* the same rows computed without a probe or a gate.
+prefill || ours) and the share of the time that is spent outside of the forwards. In the last row *full* is `guided`,
+and *ours* the same rows computed without a probe or a gate.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -222,3 +224,34 @@ def test_strategy_and_budget_change_between_two_requests(monkeypatch: pytest.Mon
     monkeypatch.setenv("KVBOOST_RECOMPUTE_RATIO", "1")
     report = greedy(kv.generate, prompt("0213"), 1).report
     assert report.repaired_tokens == report.moved_tokens > 0
+
+
+def test_strategies_change_under_load_and_every_request_sees_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = warmed(recompute_ratio=None)
+    monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "none")
+    found: list[tuple[int, int]] = []
+
+    def ask(salt: int) -> None:
+        for order in ("3120", "2031", "1302"):
+            ids = prompt(order)
+            greedy(kv.generate, prompt("0123"), 1, cache_salt=str(salt))
+            report = greedy(kv.generate, ids, 1, cache_salt=str(salt)).report
+            found.append((report.moved_tokens, report.repaired_tokens))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    monkeypatch.setenv("KVBOOST_RECOMPUTE_HEAD_TOKENS", "3")
+    for _ in range(20):
+        for strategy in ("epic", "none"):
+            monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", strategy)
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    for moved, repaired in found:
+        assert moved > 100
+        assert repaired == 0 or 3 <= repaired <= 3 * 8, "the rows of one strategy, never a mixture"
+    monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "epic")
+    greedy(kv.generate, prompt("0123"), 1)
+    assert greedy(kv.generate, prompt("3201"), 1).report.repaired_tokens > 0
