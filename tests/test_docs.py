@@ -26,7 +26,7 @@ def test_relative_links_lead_to_files(page: Path) -> None:
 
 def test_settings_named_in_the_documents_exist() -> None:
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
-    planned = {"KVBOOST_DEVIATION_THRESHOLD", "KVBOOST_RECOMPUTE_TOPK", "KVBOOST_NAME"}
+    planned = {"KVBOOST_NAME"}  # stands for any of them
     named = set(re.findall(r"`(KVBOOST_[A-Z_]+)", "".join(p.read_text() for p in PAGES)))
     assert named - planned <= known
     assert named & known
@@ -38,7 +38,7 @@ def test_defaults_in_the_readme_are_the_defaults() -> None:
     assert len(rows) >= 5
     for name, shown in rows:
         value = getattr(defaults, name.removeprefix(ENV_PREFIX).lower())
-        assert shown == {2 << 30: "2 GiB"}.get(value, str(value)), name
+        assert shown == {2 << 30: "2 GiB", None: ""}.get(value, str(value)), name
 
 
 def test_the_code_of_the_description_runs_and_prints_what_it_says() -> None:
