@@ -53,23 +53,18 @@ class Variant:
     pooled: bool = True  # shrink towards the mean of all chunks, not towards nothing
     fine: bool = False  # half chunks
     damp: float = 1.0  # how much of the shrunken mean is added
-    clip: bool = False  # sampled rows that change by more than twice the median are scaled down to that
+    clip: float = 0.0  # sampled rows that change by more than so many medians are scaled down to that; 0: none
     slope: bool = False  # besides the mean, how far the sampled rows went back to their chunk's mean
     asked: int = 8  # rows of the question
     slots: str = "both"  # what the sample corrects: both | values | keys
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "q8, grid 25, heads 4": Variant(),
-    "heads 8": Variant(heads=8),
-    "uncorrected, no grid": Variant(step=0),
-    "uncorrected, no grid, heads 8": Variant(step=0, heads=8),
-    "half": Variant(damp=0.5),
-    "clipped": Variant(clip=True),
-    "values only": Variant(slots="values"),
-    "keys only": Variant(slots="keys"),
-    "unpooled": Variant(pooled=False),
-    "grid 16": Variant(step=16),
+    "heads 4, clip 2": Variant(clip=2.0),
+    "heads 6, clip 2": Variant(heads=6, clip=2.0),
+    "heads 8, clip 2": Variant(heads=8, clip=2.0),
+    "heads 6, clip 1": Variant(heads=6, clip=1.0),
+    "heads 6, clip 1, grid 18": Variant(heads=6, clip=1.0, step=18),
 }
 BASELINES = ("epic", "cacheblend")
 
@@ -155,11 +150,15 @@ def damped(factor: float) -> Callable[..., torch.Tensor]:
     return lambda *arguments: factor * shrunken_means(*arguments)
 
 
-def clipped(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`shrunken_means` of changes that are no longer than twice the median of their head."""
-    length = change.norm(dim=-1, keepdim=True)
-    limit = 2 * length.median(1, keepdim=True).values
-    return shrunken_means(change * (limit / length.clamp_min(1e-12)).clamp_max(1), chunk, counts)
+def clipped(medians: float) -> Callable[..., torch.Tensor]:
+    """`shrunken_means` of changes that are no longer than so many times the median of their head."""
+
+    def means(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        length = change.norm(dim=-1, keepdim=True)
+        limit = medians * length.median(1, keepdim=True).values
+        return shrunken_means(change * (limit / length.clamp_min(1e-12)).clamp_max(1), chunk, counts)
+
+    return means
 
 
 def halves(spans: Callable[..., list[Span]]) -> Callable[..., list[Span]]:
@@ -226,7 +225,7 @@ def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
             if chooser.variant.damp != 1:
                 inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", damped(chooser.variant.damp)))
             if chooser.variant.clip:
-                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", clipped))
+                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", clipped(chooser.variant.clip)))
             if chooser.variant.slope:
                 inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", correct_with_slope))
             if chooser.variant.fine:

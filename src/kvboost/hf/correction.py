@@ -24,6 +24,7 @@ from kvboost.rotary import RotarySpec, make_rotation, rotate
 from kvboost.types import Int32Array, LayerKV, Span
 
 MIN_SAMPLE = 3
+CLIP = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,9 +119,21 @@ class CorrectingLayer(SpliceLayer):
 
 def shrunken_means(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The mean change of all rows, and what each chunk has besides, both shrunk. `change` [H, S, D] -> [H, C, D]."""
+    change = clipped(change)
     everything = torch.zeros_like(chunk)
     common = shrunken_mean(change, everything, counts.sum()[None])
     return common + shrunken_mean(change - common, chunk, counts)
+
+
+def clipped(change: torch.Tensor) -> torch.Tensor:
+    """Changes [H, S, D] of which none is longer than `CLIP` times its head's median length.
+
+    A few rows, of delimiters most of all, change by far more than the others and would make the mean their own.
+    """
+    length = change.norm(dim=-1, keepdim=True)
+    limit = CLIP * length.median(1, keepdim=True).values
+    scaled: torch.Tensor = change * (limit / length.clamp_min(1e-12)).clamp_max(1)
+    return scaled
 
 
 def shrunken_mean(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
