@@ -28,19 +28,15 @@ from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
 from kvboost.errors import InputError, SettingsError
 from kvboost.hf import compat, generation
-from kvboost.hf.assembly import Assembly
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
-from kvboost.hf.correction import Correction
 from kvboost.hf.fingerprint import Fingerprint
-from kvboost.hf.load import load_rows
 from kvboost.hf.loading import check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, stock_prefill
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
-from kvboost.repair import STRATEGIES
+from kvboost.prefilling import Filled, Prefilling
 from kvboost.repair.gate import bound
-from kvboost.repair.mending import Mended, mend
 from kvboost.shadow import Shadow, ShadowResult
 from kvboost.stats import EngineStats, InFlight
 from kvboost.store import MemoryTier, Tier
@@ -50,6 +46,7 @@ logger = logging.getLogger("kvboost")
 
 SHADOW_BLOCK_TOKENS = 256  # of a shadow prefill at a time: a request waits for no more than one such block
 SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are running
+CACHE_FAILED = "the cache failed; see the log"
 MAX_CHUNKERS = 8  # kept at a time, one per chunker and sizes that requests ask for
 
 
@@ -68,17 +65,14 @@ class Generation:
     shadow: Future[ShadowResult] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Prefilled:
-    """A prompt of which all but the rows of a last forward are in `cache`."""
+    """A prompt of which all but the rows of a last forward are in a cache, and what is needed to store them."""
 
-    plan: ReusePlan
+    filled: Filled
     keys: KeySpace
-    cache: DynamicCache
     sources: Mapping[bytes, ChunkHeader]  # headers of the records served
     report: ReuseReport
-    correction: Correction | None = None
-    logits: torch.Tensor | None = None  # float32 [V]: of the last row, where moved rows were served
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +83,6 @@ class _Served:
     report: ReuseReport
     plan: ReusePlan
     shadow: Future[ShadowResult] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What a prefill served, the cache that it made, and its report so far."""
-
-    plan: ReusePlan
-    cache: DynamicCache
-    report: ReuseReport
-    correction: Correction | None = None
-    logits: torch.Tensor | None = None
 
 
 class KVBoost:
@@ -171,7 +154,8 @@ class KVBoost:
         input_ids = prompts.encode(prompt, self.tokenizer, self.model)
         if self.tokenizer is not None and kwargs.get("stop_strings") is not None:
             kwargs.setdefault("tokenizer", self.tokenizer)
-        served = self._serve(input_ids, kwargs, overrides, started)
+        settings = self.settings(**overrides)
+        served = self._serve(input_ids, kwargs, settings, self._refusal(settings, input_ids, kwargs), started)
         new = _sequences(served.output)[0, input_ids.shape[1] :].tolist()
         text = self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Generation(text, new, served.report, served.plan, served.output, served.shadow)
@@ -185,16 +169,18 @@ class KVBoost:
         overrides = {k: kwargs.pop(k) for k in list(kwargs) if k in Settings.model_fields}
         input_ids = generation.find_input_ids(args, kwargs)
         rest = {k: v for k, v in kwargs.items() if k not in ("inputs", "input_ids")}
+        settings = None
         try:
-            reason = self._refusal(self.settings(**overrides), input_ids, rest)
+            settings = self.settings(**overrides)
+            reason = self._refusal(settings, input_ids, rest)
         except SettingsError as error:
             reason = str(error)
         if len(args) > 1:
             reason = "positional arguments after the prompt"
-        if reason is not None:
-            self.stats.count_fallback(reason)
+        if settings is None or reason is not None:
+            self.stats.count_fallback(reason or "")
             return self.plain_generate(*args, **kwargs)
-        return self._serve(input_ids, rest, overrides, started).output
+        return self._serve(input_ids, rest, settings, None, started).output
 
     def plan(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any
@@ -222,7 +208,7 @@ class KVBoost:
         prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
         size = input_ids.shape[1]
         stock_prefill(
-            self.model, input_ids, prefilled.cache, size, block_tokens=self.support.block_tokens(size, settings)
+            self.model, input_ids, prefilled.filled.cache, size, block_tokens=self.support.block_tokens(size, settings)
         )
         return self._finish(prefilled, input_ids, settings, started, time.perf_counter())
 
@@ -240,7 +226,7 @@ class KVBoost:
             raise InputError(f"the cache does not serve this prompt: {self.support.refused or reason}")
         if reason is None:
             prefilled = self._prefill(prompt, settings)
-            cache, report = prefilled.cache, prefilled.report
+            cache, report = prefilled.filled.cache, prefilled.report
         else:
             cache, report = DynamicCache(), ReuseReport(prompt.shape[1], fresh_tokens=prompt.shape[1], fallback=reason)
         size = prompt.shape[1]
@@ -260,29 +246,28 @@ class KVBoost:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def _serve(
-        self, input_ids: torch.Tensor, kwargs: Mapping[str, Any], overrides: Mapping[str, Any], started: float
+        self,
+        input_ids: torch.Tensor,
+        kwargs: Mapping[str, Any],
+        settings: Settings,
+        refusal: str | None,
+        started: float,
     ) -> _Served:
         """Prefill over the cache, decode with `model.generate`, store what is new."""
-        with self._in_flight:
-            return self._serve_now(input_ids, kwargs, self.settings(**overrides), started)
-
-    def _serve_now(
-        self, input_ids: torch.Tensor, kwargs: Mapping[str, Any], settings: Settings, started: float
-    ) -> _Served:
         clock = generation.FirstTokenClock()
-        reason = self._refusal(settings, input_ids, kwargs)
-        prefilled = None if reason is not None else self._try_prefill(input_ids, settings)
-        if prefilled is None:
-            reason = reason or "the cache failed; see the log"
-            return self._serve_plain(input_ids, kwargs, reason, clock, started)
-        output = self.plain_generate(
-            inputs=input_ids,
-            **{compat.CACHE_ARGUMENT: prefilled.cache},
-            **generation.with_clock(_with_mask(input_ids, kwargs), clock),
-        )
-        first_token_at = clock.first_token_at or time.perf_counter()
-        report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
-        return _Served(output, report, prefilled.plan, self._shadow_check(prefilled, input_ids, settings))
+        with self._in_flight:
+            prefilled = None if refusal is not None else self._try_prefill(input_ids, settings)
+            if prefilled is None:
+                return self._serve_plain(input_ids, kwargs, refusal or CACHE_FAILED, clock, started)
+            output = self.plain_generate(
+                inputs=input_ids,
+                **{compat.CACHE_ARGUMENT: prefilled.filled.cache},
+                **generation.with_clock(_with_mask(input_ids, kwargs), clock),
+            )
+            first_token_at = clock.first_token_at or time.perf_counter()
+            report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
+        shadow = self._shadow_check(prefilled.filled, input_ids, settings)
+        return _Served(output, report, prefilled.filled.plan, shadow)
 
     def _serve_plain(
         self,
@@ -330,21 +315,17 @@ class KVBoost:
             records = self._lease(wanted, leases)
             plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
             looked_up = time.perf_counter()
-            if settings.mode == "observe":
-                done = _Done(ReusePlan.nothing(plan.num_tokens), DynamicCache(), ReuseReport.of(plan))
-            elif plan.is_prefix_only:
-                done = self._continue_prefix(plan, records, input_ids, settings)
-            else:
-                done = self._move(plan, records, input_ids, settings)
+            observing = settings.mode == "observe"
+            served = ReusePlan.nothing(plan.num_tokens) if observing else plan
+            filled = Prefilling(self.model, self.support, input_ids, records, settings).fill(served)
             sources = {i: r.header for i, r in records.items()}
             loaded = sum(record.num_bytes for record in records.values())
         report = replace(
-            done.report,
+            replace(ReuseReport.of(plan), fallback="observing only") if observing else filled.report,
             bytes_by_tier={self.store.name: loaded},
             lookup_s=looked_up - began,
-            fallback="observing only" if settings.mode == "observe" else done.report.fallback,
         )
-        return _Prefilled(done.plan, keys, done.cache, sources, report, done.correction, done.logits)
+        return _Prefilled(filled, keys, sources, report)
 
     def _lease(self, plan: ReusePlan, leases: ExitStack) -> dict[bytes, ChunkKV]:
         """The plan's records and the sources of linked ones, kept until `leases` closes."""
@@ -352,77 +333,6 @@ class KVBoost:
         records = dict(leases.enter_context(self.store.get_many(ids)).records)
         sources = [r.header.source.record_id for r in records.values() if r.header.source is not None]
         return {**records, **leases.enter_context(self.store.get_many(sources)).records}
-
-    def _continue_prefix(
-        self, plan: ReusePlan, records: Mapping[bytes, ChunkKV], input_ids: torch.Tensor, settings: Settings
-    ) -> _Done:
-        """A cache of the reused prefix and of whole blocks behind it, by the stock forward."""
-        layout = self.support.require_layout()
-        num_rows = plan.prefix_tokens
-        payload, times = load_rows(plan, records, layout, self.support.regime(plan.num_tokens), num_rows)
-        began = time.perf_counter()
-        cache = compat.make_dynamic_cache(*layout.per_layer(payload)) if num_rows else DynamicCache()
-        self._stock_blocks(cache, num_rows, input_ids, settings)
-        prefill_s = time.perf_counter() - began
-        report = replace(ReuseReport.of(plan), load_s=times.load_s, shift_s=times.shift_s, prefill_s=prefill_s)
-        return _Done(plan, cache, report)
-
-    def _move(
-        self, plan: ReusePlan, records: Mapping[bytes, ChunkKV], input_ids: torch.Tensor, settings: Settings
-    ) -> _Done:
-        """A cache of all tokens but the last: moved rows shifted, some repaired, fresh ones computed."""
-        layout = self.support.require_layout()
-        payload, times = load_rows(plan, records, layout, self.support.regime(plan.num_tokens), plan.num_tokens)
-        assembly = Assembly(self.model, self.support, input_ids, plan, payload, settings.query_block_tokens)
-        with model_lock(self.model):
-            mended = mend(assembly, STRATEGIES[settings.recompute_strategy], settings)
-        if mended.risk is not None and mended.risk > bound(settings):
-            return self._give_up_moved(plan, mended, records, input_ids, settings)
-        keys, values = layout.per_layer(payload)
-        cache = compat.make_dynamic_cache([k[:, :, :-1] for k in keys], [v[:, :, :-1] for v in values])
-        report = replace(
-            ReuseReport.of(mended.plan, mended.probed_rows),
-            load_s=times.load_s,
-            shift_s=times.shift_s,
-            select_s=mended.select_s,
-            prefill_s=mended.prefill_s,
-            risk=mended.risk,
-            signs=mended.signs.as_dict() if mended.signs is not None else {},
-            escalations=mended.attempts - 1,
-        )
-        return _Done(mended.plan, cache, report, mended.correction, mended.logits)
-
-    def _give_up_moved(
-        self,
-        plan: ReusePlan,
-        mended: Mended,
-        records: Mapping[bytes, ChunkKV],
-        input_ids: torch.Tensor,
-        settings: Settings,
-    ) -> _Done:
-        """The prefix and a full prefill, since the estimated error of the moved rows is above the bound."""
-        done = self._continue_prefix(plan.prefix_only(), records, input_ids, settings)
-        wasted = mended.probed_rows + len(mended.plan.computed_rows(plan.num_tokens))
-        report = replace(
-            ReuseReport.of(done.plan, wasted),
-            load_s=done.report.load_s,
-            select_s=mended.select_s + mended.prefill_s,
-            prefill_s=done.report.prefill_s,
-            risk=0.0,
-            signs=mended.signs.as_dict() if mended.signs is not None else {},
-            escalations=mended.attempts,
-            fallback="the estimated error of moved text is above the bound",
-        )
-        return _Done(done.plan, done.cache, report)
-
-    def _stock_blocks(self, cache: DynamicCache, start: int, input_ids: torch.Tensor, settings: Settings) -> None:
-        """Prefills whole blocks of a long prompt; the rest, at most one block, is left to `model.generate`."""
-        block = self.support.block_tokens(input_ids.shape[1], settings)
-        if start and not self.support.regime(input_ids.shape[1]):
-            block = min(block, settings.continuation_block_tokens)
-        whole = (input_ids.shape[1] - start - 1) // block * block
-        if whole:
-            stock_prefill(self.model, input_ids, cache, start + whole, block_tokens=block)
 
     def _finish(
         self,
@@ -445,38 +355,37 @@ class KVBoost:
             capture_s=time.perf_counter() - began,
             ttft_s=first_token_at - started,
         )
-        self.stats.count_served(prefilled.plan, report.fallback)
+        self.stats.count_served(prefilled.filled.plan, report.fallback)
         return report
 
     def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings) -> int:
-        num_rows = min(prefilled.cache.get_seq_length(), sequence_ids.shape[1])
+        filled = prefilled.filled
+        num_rows = min(filled.cache.get_seq_length(), sequence_ids.shape[1])
         boundary = self.support.regime_boundary
-        if boundary is not None and prefilled.plan.num_tokens <= boundary:
+        if boundary is not None and filled.plan.num_tokens <= boundary:
             num_rows = min(num_rows, boundary)  # later rows were generated with other rotary frequencies
         if self.support.exact_limit_tokens is not None:
             num_rows = min(num_rows, self.support.exact_limit_tokens)
         sequence = self._named(_tokens(sequence_ids)[:num_rows], settings, prefilled.keys)
         records = make_records(
             sequence,
-            prefilled.plan,
-            prefilled.cache,
+            filled.plan,
+            filled.cache,
             self.support.require_layout(),
             prefilled.sources,
             self.store.find,
             num_rows,
-            prefilled.correction,
+            filled.correction,
         )
         return self.store.put_many(records)
 
     # --- shadow verification ----------------------------------------------------------------------------------------
 
-    def _shadow_check(
-        self, prefilled: _Prefilled, input_ids: torch.Tensor, settings: Settings
-    ) -> Future[ShadowResult] | None:
+    def _shadow_check(self, filled: Filled, input_ids: torch.Tensor, settings: Settings) -> Future[ShadowResult] | None:
         """Draws a request with moved rows for a check, as often as `shadow_share` says."""
-        if prefilled.logits is None or random.random() >= settings.shadow_share:
+        if filled.logits is None or random.random() >= settings.shadow_share:
             return None
-        return self.shadow.offer(input_ids, prefilled.logits, bound(settings))
+        return self.shadow.offer(input_ids, filled.logits, bound(settings))
 
     def _prefill_in_full(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [V] of the last token by stock forwards in blocks; requests come first between two blocks."""

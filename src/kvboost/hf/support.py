@@ -84,9 +84,15 @@ class ModelSupport:
         crosses = self.regime_boundary is not None and num_tokens == self.regime_boundary + 1
         return self.moved_refused is None and not crosses
 
-    def block_tokens(self, num_tokens: int, settings: Settings) -> int:
-        """Size of prefill blocks; in the long regime of longrope one forward must see the last position."""
-        return num_tokens if self.regime(num_tokens) else settings.prefill_block_tokens
+    def block_tokens(self, num_tokens: int, settings: Settings, behind: int = 0) -> int:
+        """Size of prefill blocks of a prompt, smaller `behind` rows that are reused.
+
+        In the long regime of longrope one forward must see the last position.
+        """
+        if self.regime(num_tokens):
+            return num_tokens
+        largest = settings.prefill_block_tokens
+        return min(largest, settings.continuation_block_tokens) if behind else largest
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSupport:
