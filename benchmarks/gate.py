@@ -1,11 +1,12 @@
-"""The gate's curve: what the signs of a repair say about its measured error.
+"""The gate's curve: what the signs of a repair say about its measured error, and what each fidelity would have served.
 
     kvboost bench gate FIT.jsonl ... --held-out TEST.jsonl ... [--plot docs/gate]
 
-Reads results of `kvboost bench repair` (system `guided`, which records its signs). Fits log(KL) to the logarithms of
-the signs on the first files, by least squares, and raises the intercept to the quantile `COVERAGE`. On the held-out
-files it tells how often the estimate is exceeded, and what each bound would serve and refuse. Prints the constants that
-stand in `kvboost.repair.gate`, and ends with one JSON line.
+Reads results of `kvboost bench repair` (the systems `guided` at 5, 15 and 40 %, which record their signs). Fits log(KL)
+to the logarithms of the signs on the first files, by least squares, and raises the intercept to the quantile
+`COVERAGE`. On the held-out files it tells how often the estimate is exceeded, and walks every prompt up the ladder of
+budgets of each fidelity: what is served, at which error, how often more is computed, how often everything. Prints the
+constants that stand in `kvboost.repair.gate`, and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -21,80 +22,106 @@ from rich.console import Console
 from rich.table import Table
 
 from compare import Result
-from kvboost.repair.gate import FLOOR
+from kvboost.repair.gate import BOUNDS, BUDGETS, FLOOR, INTERCEPT, WEIGHTS
 from repair import recorded
 
 COVERAGE = 0.95
+AT_BUDGET = {0.05: "guided 5 %", 0.15: "guided", 0.4: "guided 40 %"}
+NAMES = list(WEIGHTS)
 Floats = npt.NDArray[np.float64]
 
 
-def features(results: list[Result], names: list[str]) -> tuple[Floats, Floats]:
+def features(results: list[Result]) -> tuple[Floats, Floats]:
     """Logarithms of the signs with a column of ones, [n, k + 1], and of the measured KL, [n]."""
-    signs = np.array([[max(FLOOR, r.signs[name]) for name in names] for r in results])
+    signs = np.array([[max(FLOOR, r.signs[name]) for name in NAMES] for r in results])
     return np.column_stack([np.ones(len(results)), np.log(signs)]), np.log([max(FLOOR, r.kl) for r in results])
 
 
-def fit(results: list[Result], names: list[str]) -> Floats:
-    """Weights [k + 1], the intercept first; no sign may count against its meaning."""
-    x, y = features(results, names)
+def fit(results: list[Result]) -> Floats:
+    """Weights [k + 1], the intercept first."""
+    x, y = features(results)
     weights, *_ = np.linalg.lstsq(x, y, rcond=None)
-    kept = [n for n, w in zip(names, weights[1:], strict=True) if w > 0]
-    if len(kept) < len(names):
-        smaller = dict(zip(kept, fit(results, kept)[1:], strict=True)) if kept else {}
-        weights = np.array([0.0, *(smaller.get(n, 0.0) for n in names)])
-    weights[0] = 0.0
-    weights[0] = np.quantile(y - x @ weights, COVERAGE)
+    weights[0] += np.quantile(y - x @ weights, COVERAGE)
     return np.asarray(weights)
 
 
-def curve(results: list[Result], names: list[str], weights: Floats) -> dict[str, Any]:
-    """How often the estimate is exceeded, and what a bound serves: its share, mean, p99 and share above the bound."""
-    x, y = features(results, names)
-    estimate, kl = np.exp(x @ weights), np.exp(y)
-    bounds = {}
-    for bound in (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0):
-        served = kl[estimate <= bound]
-        pooled = np.where(estimate <= bound, kl, 0.0)  # what is refused is prefilled
-        bounds[str(bound)] = {
-            "served": len(served) / len(kl),
-            "mean": float(pooled.mean()),
-            "p99": float(np.quantile(pooled, 0.99)),
-            "above": float((pooled > bound).mean()),
-        }
+def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, float]:
+    """Every prompt walked up the budgets of a fidelity; what is above the bound at the last one is prefilled."""
+    x, _ = features(results)
+    estimates = {(r.case, r.context, r.system): e for r, e in zip(results, np.exp(x @ weights), strict=True)}
+    measured = {(r.case, r.context, r.system): r.kl for r in results}
+    kl, escalations, prefilled = [], [], []
+    for prompt in sorted({key[:2] for key in measured}):
+        steps = [(*prompt, AT_BUDGET[b]) for b in BUDGETS[fidelity]]
+        if not all(s in measured for s in steps):
+            continue
+        good = [i for i, s in enumerate(steps) if estimates[s] <= BOUNDS[fidelity]]
+        kl.append(measured[steps[good[0]]] if good else 0.0)
+        escalations.append(good[0] if good else len(steps))
+        prefilled.append(not good)
     return {
         "prompts": len(kl),
-        "exceeded": float((kl > estimate).mean()),
-        "correlation": float(np.corrcoef(x @ weights, y)[0, 1]),
-        "bounds": bounds,
+        "mean": float(np.mean(kl)),
+        "p95": float(np.quantile(kl, 0.95)),
+        "p99": float(np.quantile(kl, 0.99)),
+        "worst": float(np.max(kl)),
+        "above_bound": float(np.mean(np.array(kl) > BOUNDS[fidelity])),
+        "escalated": float(np.mean(np.array(escalations) > 0)),
+        "prefilled": float(np.mean(prefilled)),
+    }
+
+
+def curve(results: list[Result], weights: Floats) -> dict[str, Any]:
+    """How the estimate and the measured error go together, and what each fidelity serves."""
+    x, y = features(results)
+    line = x @ weights
+    return {
+        "results": len(y),
+        "exceeded": float((y > line).mean()),
+        "correlation": float(np.corrcoef(line, y)[0, 1]),
+        "fidelity": {name: served(results, weights, name) for name in BUDGETS},
     }
 
 
 def show(found: dict[str, Any], title: str) -> None:
-    """Prints a curve."""
+    """Prints what each fidelity serves."""
     exceeded = f"estimate exceeded {found['exceeded']:.1%}, correlation of the logarithms {found['correlation']:.2f}"
-    table = Table(title=f"{title}: {found['prompts']} prompts, {exceeded}")
-    for column in ("bound", "served", "mean KL", "p99", "above the bound"):
-        table.add_column(column, justify="right")
-    for bound, r in found["bounds"].items():
-        table.add_row(bound, f"{r['served']:.1%}", f"{r['mean']:.4f}", f"{r['p99']:.4f}", f"{r['above']:.1%}")
-    Console(width=110, stderr=True).print(table)
+    table = Table(title=f"{title}: {found['results']} results, {exceeded}")
+    columns = ("mean", "p95", "p99", "worst", "above_bound", "escalated", "prefilled")
+    for column in ("fidelity", "bound", "prompts", *columns):
+        table.add_column(column.replace("_", " "), justify="left" if column == "fidelity" else "right")
+    for name, r in found["fidelity"].items():
+        shown = [f"{r[c]:.4f}" if c in columns[:4] else f"{r[c]:.1%}" for c in columns]
+        table.add_row(name, str(BOUNDS[name]), str(r["prompts"]), *shown)
+    Console(width=120, stderr=True).print(table)
 
 
-def plot(results: list[Result], names: list[str], weights: Floats, path: Path) -> None:
+def plot(results: list[Result], weights: Floats, path: Path) -> None:
     """Estimated against measured KL, to `path` (.svg and .png)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    x, y = features(results, names)
+    x, y = features(results)
     figure, axes = pyplot.subplots(figsize=(6, 4.6))
-    for context in sorted({r.context for r in results}):
-        here = np.array([r.context == context for r in results])
-        axes.loglog(np.exp(x @ weights)[here], np.exp(y)[here], ".", alpha=0.5, label=context)
+    for system in AT_BUDGET.values():
+        here = np.array([r.system == system for r in results])
+        axes.loglog(
+            np.exp(x @ weights)[here],
+            np.exp(y)[here],
+            ".",
+            alpha=0.5,
+            label=system.replace("guided", "").strip() or "15 %",
+        )
     ends = [float(np.exp(x @ weights).min()), float(np.exp(x @ weights).max())]
     axes.plot(ends, ends, "k--", linewidth=1, label="measured = estimated")
-    axes.set(xlabel="estimated upper bound of the KL (nat)", ylabel="measured KL (nat)", title="Held-out prompts")
+    for name, bound in BOUNDS.items():
+        axes.axvline(bound, linestyle=":", color="grey")
+        axes.annotate(name, (bound, float(np.exp(y).min())), fontsize=8)
+    axes.set(
+        xlabel="estimated upper bound of the KL (nat)", ylabel="measured KL (nat)", title="Held-out prompts, by budget"
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
@@ -107,21 +134,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fit", type=Path, nargs="+")
     parser.add_argument("--held-out", type=Path, nargs="+", required=True)
-    parser.add_argument("--signs", nargs="+", default=["movement", "attended", "unexplained", "unrepaired"])
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     known, unseen = (
-        [r for path in paths for r in recorded(path) if r.system == "guided" and r.signs]
+        [r for path in paths for r in recorded(path) if r.system in AT_BUDGET.values()]
         for paths in (arguments.fit, arguments.held_out)
     )
-    weights = fit(known, arguments.signs)
-    curves = {name: curve(rs, arguments.signs, weights) for name, rs in (("fitted", known), ("held out", unseen))}
+    fitted = fit(known)
+    shipped = np.array([INTERCEPT, *WEIGHTS.values()])
+    curves = {"fitted": curve(known, shipped), "held out": curve(unseen, shipped)}
     for name, found in curves.items():
         show(found, name)
     if arguments.plot:
-        plot(unseen, arguments.signs, weights, arguments.plot)
-    constants = dict(zip(["intercept", *arguments.signs], np.round(weights, 3).tolist(), strict=True))
-    print(json.dumps({"benchmark": "gate", "coverage": COVERAGE, "weights": constants, **curves}))
+        plot(unseen, shipped, arguments.plot)
+    constants = dict(zip(["intercept", *NAMES], np.round(fitted, 3).tolist(), strict=True))
+    print(json.dumps({"benchmark": "gate", "coverage": COVERAGE, "fit": constants, **curves}))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,11 @@ class CorrectingLayer(SpliceLayer):
         sample: Sample,
         turn: LayerRotation,
         added: tuple[torch.Tensor, torch.Tensor],
+        correct: bool,
     ) -> None:
+        """`added` (keys and values, [H, C, D]) is written; without `correct` the sample is measured only."""
         super().__init__(keys, values, rows)
-        self.sample, self.turn, self.added = sample, turn, added
+        self.sample, self.turn, self.added, self.correct = sample, turn, added, correct
         self.unexplained = 0.0
 
     def update(
@@ -106,15 +108,15 @@ class CorrectingLayer(SpliceLayer):
         change = fresh[:, s.at].float() - stored[:, s.positions].float()
         if rotated:
             change = self.turn.apply(change, s.positions, inverse=True)
-        means = shrunken_means(change, s.chunk, s.counts)
+        means = shrunken_means(change, s.chunk, s.counts) * self.correct
         added.copy_(means)
         if slot == "values":
             left = (change - means[:, s.chunk]).pow(2).sum()
             self.unexplained = (left / fresh[:, s.at].float().pow(2).sum().clamp_min(1e-12)).item()
-        means = means[:, s.rest_chunk]
-        if rotated:
-            means = self.turn.apply(means, s.rest)
-        stored.index_add_(1, s.rest, means.to(stored.dtype))
+        if self.correct:
+            means = means[:, s.rest_chunk]
+            means = self.turn.apply(means, s.rest) if rotated else means
+            stored.index_add_(1, s.rest, means.to(stored.dtype))
 
 
 def shrunken_means(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -187,14 +189,14 @@ def layer_rotations(layout: KVLayout, regime: int, num_tokens: int) -> list[Laye
 
 
 def correcting_layers(
-    layout: KVLayout, layers: Sequence[SpliceLayer], sample: Sample, regime: int, num_tokens: int
+    layout: KVLayout, layers: Sequence[SpliceLayer], sample: Sample, regime: int, num_tokens: int, *, correct: bool
 ) -> tuple[list[CorrectingLayer], tuple[LayerKV, ...]]:
     """Correcting layers in place of plain ones, and the rows into which they write what they add."""
     added = layout.allocate(len(sample.chunks))
     turns = layer_rotations(layout, regime, num_tokens)
     slots = zip(*layout.per_layer(added), strict=True)
     correcting = [
-        CorrectingLayer(la.keys, la.values, la.rows, sample, turn, (keys[0], values[0]))
+        CorrectingLayer(la.keys, la.values, la.rows, sample, turn, (keys[0], values[0]), correct)
         for la, turn, (keys, values) in zip(layers, turns, slots, strict=True)
     ]
     return correcting, added

@@ -26,7 +26,6 @@ class Glance:
     """What the question attends to in a cache that is not yet repaired."""
 
     mass: torch.Tensor  # float32 [T]: attention per position, summed over the question's rows, mean over heads, layers
-    logits: torch.Tensor  # float32 [V]: next-token logits over the unrepaired cache
     charged_rows: float
 
 
@@ -39,10 +38,8 @@ def glance(assembly: Assembly, rows: torch.Tensor) -> Glance:
 
     hidden = assembly.fresh_positions()
     hidden[rows] = False
-    logits = assembly.forward(rows, assembly.splice_layers(rows), observe=observe, hidden=hidden, logits=True)
-    if logits is None:
-        raise RuntimeError("the question's forward ended early")  # unreachable: the observer never stops it
-    return Glance(mass / assembly.num_layers, logits, float(len(rows)))
+    assembly.forward(rows, assembly.splice_layers(rows), observe=observe, hidden=hidden)
+    return Glance(mass / assembly.num_layers, float(len(rows)))
 
 
 def through_end(assembly: Assembly, rows: torch.Tensor) -> torch.Tensor:

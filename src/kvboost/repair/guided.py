@@ -18,10 +18,10 @@ import numpy as np
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
 from kvboost.hf.signals import glance
+from kvboost.repair.gate import budgets
 from kvboost.repair.selection import Selection, heads, moved_positions, no_rows, top
 from kvboost.types import Int32Array, ReusePlan
 
-DEFAULT_RATIO = 0.15
 QUESTION_ROWS = 8  # at the end of the prompt, that are asked what they attend to; more cost more than they tell
 HEAD_ROWS = 4  # of every run
 WINDOWED_HEAD_ROWS = 8  # where some layers see a sliding window only: there the error sits more at the heads
@@ -30,10 +30,10 @@ FIXED_SHARE = 0.7  # of the budget at most for sample and heads; the rest goes w
 
 
 def select_guided(assembly: Assembly, settings: Settings) -> Selection:
-    """Sample, heads, and the rows of largest attention, within `recompute_ratio` of the moved rows."""
+    """Sample, heads, and the rows of largest attention, within the budget."""
     plan = assembly.plan
     moved = moved_positions(plan)
-    ratio = DEFAULT_RATIO if settings.recompute_ratio is None else settings.recompute_ratio
+    ratio = budgets(settings)[0]
     if not len(moved) or ratio in (0, 1):
         return Selection(moved if ratio else no_rows())
     seen = glance(assembly, assembly.positions(question(plan)))
@@ -44,7 +44,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
     first = heads(plan.runs, [max(0, min(wanted, room))] * len(plan.runs))
     score = seen.mass[assembly.positions(moved)]
     score[np.searchsorted(moved, np.union1d(sampled, first))] = float("inf")
-    return Selection(top(moved, score, budget), sampled, seen.charged_rows, seen)
+    return Selection(top(moved, score, budget), sampled, probed_rows=seen.charged_rows, seen=seen)
 
 
 def question(plan: ReusePlan) -> Int32Array:

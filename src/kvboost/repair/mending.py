@@ -16,8 +16,8 @@ from kvboost.hf.assembly import Assembly
 from kvboost.hf.correction import Correction, Sample, correcting_layers
 from kvboost.hf.signals import Glance, glance
 from kvboost.repair import gate
-from kvboost.repair.guided import question
-from kvboost.repair.selection import Strategy, moved_positions
+from kvboost.repair.guided import question, sample
+from kvboost.repair.selection import Selection, Strategy, moved_positions
 from kvboost.types import Int32Array, Kind, ReusePlan
 
 
@@ -47,31 +47,35 @@ def mend(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mended:
     means that the largest budget was not enough either, and that the prompt must be prefilled.
     """
     mended = attempt(assembly, strategy, settings)
-    for ratio in gate.LADDER:
+    for ratio in gate.budgets(settings)[1:]:
         if mended.risk is None or mended.risk <= gate.bound(settings):
             break
-        larger = settings.model_copy(update={"recompute_ratio": max(ratio, settings.recompute_ratio or 0.0)})
-        mended = joined(mended, attempt(replace(assembly, plan=mended.plan, filled=True), strategy, larger))
+        larger = settings.model_copy(update={"recompute_ratio": ratio})
+        again = attempt(replace(assembly, plan=mended.plan, filled=True), strategy, larger, mended.signs)
+        mended = joined(mended, again)
     return mended
 
 
-def attempt(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mended:
-    """One choice of rows and one forward; rows that were repaired before stay so."""
+def attempt(assembly: Assembly, strategy: Strategy, settings: Settings, known: gate.Signs | None = None) -> Mended:
+    """One choice of rows and one forward; rows that were repaired before stay so.
+
+    The gate needs the question's attention and a sample of rows: a strategy that has not looked is charged for both.
+    `known` are the signs of an earlier attempt, whose sample no longer shows the change.
+    """
     began = time.perf_counter()
     selection = strategy(assembly, settings)
-    seen, probed_rows = selection.seen, selection.probed_rows
-    if seen is None and settings.gate:
-        seen = glance(assembly, assembly.positions(question(assembly.plan)))
-        probed_rows += seen.charged_rows
+    if settings.gate:
+        selection = _with_evidence(selection, assembly, settings, sampling=known is None)
     selected = time.perf_counter()
     fresh = replace(assembly.plan, repaired=selection.rows[:0]).computed_rows(assembly.plan.num_tokens)
     rows = np.union1d(fresh, selection.rows)
-    logits, correction = compute(assembly, rows, selection.sampled)
+    logits, correction = compute(assembly, rows, selection.sampled, correct=selection.corrects)
     plan = replace(assembly.plan, repaired=np.union1d(assembly.plan.repaired, selection.rows).astype(np.int32))
-    signs = _signs(plan, seen, logits, correction) if seen is not None and settings.gate else None
+    signs = _signs(plan, selection.seen, correction, known) if settings.gate else None
     twice = len(selection.rows) - (len(plan.repaired) - len(assembly.plan.repaired)) + 1  # the last row is run again
     ended = time.perf_counter()
-    return Mended(plan, logits, correction, signs, probed_rows + twice, selected - began, ended - selected)
+    kept = correction if selection.corrects else None
+    return Mended(plan, logits, kept, signs, selection.probed_rows + twice, selected - began, ended - selected)
 
 
 def joined(first: Mended, second: Mended) -> Mended:
@@ -87,31 +91,47 @@ def joined(first: Mended, second: Mended) -> Mended:
     )
 
 
-def compute(assembly: Assembly, rows: Int32Array, sampled: Int32Array) -> tuple[torch.Tensor, Correction | None]:
+def compute(
+    assembly: Assembly, rows: Int32Array, sampled: Int32Array, *, correct: bool = True
+) -> tuple[torch.Tensor, Correction | None]:
     """One forward over `rows`; corrects the moved rows that are not among them by what `sampled` ones learnt.
 
-    Returns the logits of the last row, float32 [V], and what was added.
+    Returns the logits of the last row, float32 [V], and what was added; without `correct` the sample is measured only.
     """
     at = assembly.positions(rows)
     layers = assembly.splice_layers(at)
     chunks = assembly.plan.spans(Kind.MOVED)
     usable = len(sampled) and not assembly.filled  # rows that were repaired before no longer show the change
-    sample = Sample.of(rows, sampled, chunks, at.device) if usable else None
-    if sample is None:
+    drawn = Sample.of(rows, sampled, chunks, at.device) if usable else None
+    if drawn is None:
         return assembly.logits(at, layers), None
     num_tokens = assembly.plan.num_tokens
     regime = assembly.support.regime(num_tokens)
-    correcting, added = correcting_layers(assembly.layout, layers, sample, regime, num_tokens)
+    correcting, added = correcting_layers(assembly.layout, layers, drawn, regime, num_tokens, correct=correct)
     logits = assembly.logits(at, correcting)
     return logits, Correction(chunks, added, [la.unexplained for la in correcting])
 
 
-def _signs(plan: ReusePlan, seen: Glance, logits: torch.Tensor, correction: Correction | None) -> gate.Signs:
+def _with_evidence(selection: Selection, assembly: Assembly, settings: Settings, *, sampling: bool) -> Selection:
+    """The selection, with a look at the question's attention and a sample to measure by, if it has none."""
+    if selection.seen is None:
+        seen = glance(assembly, assembly.positions(question(assembly.plan)))
+        selection = replace(selection, seen=seen, probed_rows=selection.probed_rows + seen.charged_rows)
+    if sampling and not len(selection.sampled):
+        drawn = sample(assembly.plan, settings.sample_step, assembly.plan.num_tokens)
+        rows = np.union1d(selection.rows, drawn).astype(np.int32)
+        selection = replace(selection, rows=rows, sampled=drawn, corrects=False)
+    return selection
+
+
+def _signs(
+    plan: ReusePlan, seen: Glance | None, correction: Correction | None, known: gate.Signs | None
+) -> gate.Signs | None:
+    if seen is None:
+        return None
     inexact = np.setdiff1d(moved_positions(plan), plan.repaired)
+    mass = seen.mass[torch.from_numpy(inexact).long().to(seen.mass.device)].sum() / seen.mass.sum()
+    if known is not None:
+        return gate.Signs(float(mass), known.unexplained)
     left = correction.unexplained if correction is not None else [1.0]
-    return gate.Signs(
-        movement=gate.movement(logits, seen.logits),
-        attended=float(seen.mass[torch.from_numpy(inexact).long().to(seen.mass.device)].sum() / seen.mass.sum()),
-        unexplained=sum(left) / len(left),
-        unrepaired=len(inexact) / plan.num_tokens,
-    )
+    return gate.Signs(float(mass), sum(left) / len(left))
