@@ -53,20 +53,20 @@ class Variant:
     pooled: bool = True  # shrink towards the mean of all chunks, not towards nothing
     fine: bool = False  # half chunks
     damp: float = 1.0  # how much of the shrunken mean is added
-    clip: float = 0.0  # sampled rows that change by more than so many medians are scaled down to that; 0: none
+    strict: bool = False  # a mean must be twice as sure to be taken
     slope: bool = False  # besides the mean, how far the sampled rows went back to their chunk's mean
     asked: int = 8  # rows of the question
     slots: str = "both"  # what the sample corrects: both | values | keys
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "heads 4, clip 2": Variant(clip=2.0),
-    "heads 6, clip 2": Variant(heads=6, clip=2.0),
-    "heads 8, clip 2": Variant(heads=8, clip=2.0),
-    "heads 6, clip 1": Variant(heads=6, clip=1.0),
-    "heads 6, clip 1, grid 18": Variant(heads=6, clip=1.0, step=18),
+    "heads 4": Variant(),
+    "heads 8": Variant(heads=8),
+    "heads 12": Variant(heads=12),
+    "heads 8, strict": Variant(heads=8, strict=True),
+    "heads 8, grid 40": Variant(heads=8, step=40),
 }
-BASELINES = ("epic", "cacheblend")
+BASELINES = ("epic",)
 
 
 class Chooser:
@@ -150,15 +150,12 @@ def damped(factor: float) -> Callable[..., torch.Tensor]:
     return lambda *arguments: factor * shrunken_means(*arguments)
 
 
-def clipped(medians: float) -> Callable[..., torch.Tensor]:
-    """`shrunken_means` of changes that are no longer than so many times the median of their head."""
-
-    def means(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        length = change.norm(dim=-1, keepdim=True)
-        limit = medians * length.median(1, keepdim=True).values
-        return shrunken_means(change * (limit / length.clamp_min(1e-12)).clamp_max(1), chunk, counts)
-
-    return means
+def strict_mean(change: torch.Tensor, chunk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`shrunken_mean` that takes off twice the variance."""
+    once = shrunken_mean(change, chunk, counts)
+    mean = change.new_zeros(once.shape).index_add_(1, chunk, change) / counts[None, :, None].clamp_min(1)
+    factor = (once * mean).sum(-1, keepdim=True) / mean.pow(2).sum(-1, keepdim=True).clamp_min(1e-12)
+    return mean * (2 * factor - 1).clamp_min(0)
 
 
 def halves(spans: Callable[..., list[Span]]) -> Callable[..., list[Span]]:
@@ -224,8 +221,8 @@ def patched(chooser: Chooser) -> Iterator[Callable[[str], None]]:
                 inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", shrunken_mean))
             if chooser.variant.damp != 1:
                 inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", damped(chooser.variant.damp)))
-            if chooser.variant.clip:
-                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_means", clipped(chooser.variant.clip)))
+            if chooser.variant.strict:
+                inner.enter_context(mock.patch("kvboost.hf.correction.shrunken_mean", strict_mean))
             if chooser.variant.slope:
                 inner.enter_context(mock.patch.object(CorrectingLayer, "_correct", correct_with_slope))
             if chooser.variant.fine:
@@ -261,6 +258,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=cells.CONTEXTS)
     parser.add_argument("--variants", nargs="+", default=[*BASELINES, *VARIANTS])
     parser.add_argument("--limit", type=int, default=10)
+    parser.add_argument("--skip", type=int, default=0, help="so many cases were looked at before")
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
@@ -268,7 +266,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
     number, of = map(int, arguments.shard.split("/"))
-    chosen = cells.load(arguments.kinds, ["tune"], arguments.limit)[number::of]
+    chosen = cells.load(arguments.kinds, ["tune"], arguments.limit)[arguments.skip :][number::of]
     variants = dict.fromkeys(arguments.variants)
     report(repair.run(kv, chosen, variants, arguments.contexts, arguments.out, measure), ours="attention")
 
