@@ -105,23 +105,15 @@ def plot(results: list[Result], weights: Floats, path: Path) -> None:
 
     x, y = features(results)
     figure, axes = pyplot.subplots(figsize=(6, 4.6))
-    for system in AT_BUDGET.values():
+    for budget, system in AT_BUDGET.items():
         here = np.array([r.system == system for r in results])
-        axes.loglog(
-            np.exp(x @ weights)[here],
-            np.exp(y)[here],
-            ".",
-            alpha=0.5,
-            label=system.replace("guided", "").strip() or "15 %",
-        )
+        axes.loglog(np.exp(x @ weights)[here], np.exp(y)[here], ".", alpha=0.5, label=f"{budget:.0%} of the rows")
     ends = [float(np.exp(x @ weights).min()), float(np.exp(x @ weights).max())]
     axes.plot(ends, ends, "k--", linewidth=1, label="measured = estimated")
     for name, bound in BOUNDS.items():
         axes.axvline(bound, linestyle=":", color="grey")
         axes.annotate(name, (bound, float(np.exp(y).min())), fontsize=8)
-    axes.set(
-        xlabel="estimated upper bound of the KL (nat)", ylabel="measured KL (nat)", title="Held-out prompts, by budget"
-    )
+    axes.set(xlabel="estimated upper bound of the KL (nat)", ylabel="measured KL (nat)", title="Held-out prompts")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()

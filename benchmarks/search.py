@@ -102,7 +102,7 @@ class Chooser:
         rows = top(moved, score, BUDGET * len(moved) - probed)
         if v.blind:
             rows = np.union1d(sampled, first).astype(np.int32)
-        return Selection(rows, sampled if v.correct else no_rows(), probed)
+        return Selection(rows, sampled if v.correct else no_rows(), probed_rows=probed)
 
     def mass(self, assembly: Assembly, asked: Int32Array) -> torch.Tensor:
         """The question's attention per position, float32 [T]."""
