@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--split", default="test", choices=list(cells.SPLITS))
     parser.add_argument("--limit", type=int, help="cases per kind")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case of a kind")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th case, from the i-th")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON lines, one per result")
@@ -136,9 +137,11 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
         kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
         number, of = map(int, arguments.shard.split("/"))
-        cases = cells.load(arguments.kinds, [arguments.split], arguments.limit)[number::of]
+        cases = [
+            c for c in cells.load(arguments.kinds, [arguments.split], arguments.limit) if c.number >= arguments.first
+        ]
         systems = {name: SYSTEMS[name] for name in arguments.systems}
-        results = run(kv, cases, systems, arguments.contexts, arguments.out)
+        results = run(kv, cases[number::of], systems, arguments.contexts, arguments.out)
     print(json.dumps({"benchmark": "repair", "continuation": CONTINUATION, **report(results)}))
 
 

@@ -23,8 +23,7 @@ from kvboost.repair.selection import Selection, heads, moved_positions, no_rows,
 from kvboost.types import Int32Array, ReusePlan
 
 QUESTION_ROWS = 8  # at the end of the prompt, that are asked what they attend to; more cost more than they tell
-HEAD_ROWS = 4  # of every run
-WINDOWED_HEAD_ROWS = 8  # where some layers see a sliding window only: there the error sits more at the heads
+HEAD_ROWS = 8  # of every run
 SAMPLE_SHARE = 0.4  # of the budget at most; a smaller budget takes a sparser sample
 FIXED_SHARE = 0.7  # of the budget at most for sample and heads; the rest goes where the question looks
 
@@ -40,8 +39,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
     budget = ratio * len(moved) - seen.charged_rows
     sampled = sample(plan, settings.sample_step, SAMPLE_SHARE * budget)
     room = int((FIXED_SHARE * budget - len(sampled)) / max(1, len(plan.runs)))
-    wanted = HEAD_ROWS if all(w is None for w in assembly.layout.windows) else WINDOWED_HEAD_ROWS
-    first = heads(plan.runs, [max(0, min(wanted, room))] * len(plan.runs))
+    first = heads(plan.runs, [max(0, min(HEAD_ROWS, room))] * len(plan.runs))
     score = seen.mass[assembly.positions(moved)]
     score[np.searchsorted(moved, np.union1d(sampled, first))] = float("inf")
     return Selection(top(moved, score, budget), sampled, probed_rows=seen.charged_rows, seen=seen)
