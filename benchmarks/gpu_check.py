@@ -35,7 +35,7 @@ NUM_DOCUMENTS = 8
 REORDERED = (5, 2, 7, 0, 3, 6, 1, 4)  # no document keeps its neighbour
 CONTINUATION_TOKENS = 16
 FLOAT32_BOUND = 1e-4
-EVERYTHING_REPAIRED = {"recompute_strategy": "epic", "recompute_head_tokens": 1_000_000, "min_moved_share": 0.0}
+EVERYTHING_REPAIRED = {"recompute_ratio": 1.0, "min_moved_share": 0.0}
 SHAPE = {
     "num_hidden_layers": 36,
     "hidden_size": 2048,
@@ -105,7 +105,7 @@ def build(shape: dict[str, int], device: str, dtype: torch.dtype) -> KVBoost:
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    return KVBoost(model.to(device).eval(), cache_bytes=8 << 30)
+    return KVBoost(model.to(device).eval(), cache_bytes=8 << 30, risk_bound=1e9)  # random weights: judged, served
 
 
 def synchronize() -> None:

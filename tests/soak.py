@@ -40,7 +40,7 @@ def main(mode: str, budget_bytes: int, requests: int) -> None:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    kv = KVBoost(model, cache_bytes=budget_bytes)  # 128 KiB of KV per token
+    kv = KVBoost(model, cache_bytes=budget_bytes, risk_bound=1e9)  # 128 KiB of KV per token
     rng = random.Random(0)
     documents = [[rng.randrange(3, 490) for _ in range(rng.randrange(50, 180))] for _ in range(150)]
     for _ in range(requests):

@@ -324,6 +324,7 @@ def test_text_streams_through_a_thread(shared_data: Any) -> None:
 def test_environment_changes_the_strategy_of_the_next_request(
     model: Any, engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVBOOST_GATE", "false")
     greedy(model.generate, prompt("0123"), 1)
     monkeypatch.setenv("KVBOOST_RECOMPUTE_STRATEGY", "none")
     greedy(model.generate, prompt("2031"), 1)

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from families import build
+from families import build, random_ids
 from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.repair import gate
 from kvboost.repair.gate import Signs, bound, estimate
+from kvboost.stats import Backoff
 from kvboost.types import Kind, Lineage
-from scenario import SYSTEM, engine, greedy, logits, plain_logits, prompt, relative_error
+from scenario import SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
 
 MOVED = prompt("3120")
 shares = st.floats(0, 1)
@@ -104,3 +105,24 @@ def test_a_strategy_without_a_sample_is_measured_by_one_and_charged_for_it(strat
     assert bare.risk is None
     assert judged.repaired_tokens > bare.repaired_tokens
     assert judged.charged_budget > bare.charged_budget
+
+
+def test_a_model_whose_moved_rows_are_always_given_up_is_tried_less_and_less() -> None:
+    kv = warmed(risk_bound=0.0)
+    head = random_ids(3, seed=1)
+    tried = []
+    for i in range(12):
+        ids = join(head, random_ids(30, seed=50 + i), prompt("3120"))
+        tried.append(greedy(kv.generate, ids, 1).report.escalations > 0)
+    assert tried == [True, True, True, False, True, False, False, False, True, False, False, False]
+    accepted = greedy(kv.generate, MOVED, 1, gate=False).report
+    assert accepted.moved_tokens > 0, "without the gate there is nothing to give up"
+
+
+def test_backoff_forgets_after_a_success() -> None:
+    backoff = Backoff()
+    for _ in range(10):
+        backoff.note(failed=True)
+    assert sum(backoff.allows() for _ in range(64)) == 2
+    backoff.note(failed=False)
+    assert all(backoff.allows() for _ in range(5))

@@ -49,11 +49,14 @@ def test_moved_documents_are_near_a_full_prefill_and_full_repair_equals_it(kv: K
     assert moved.shape[1] > 600, "longer than Gemma's window of 512"
     answer = ids(kv, " The web shop keeps failed orders for fifteen minutes.")
     truth, _ = kv.score(moved, answer, disable=True)
-    shifted, report = kv.score(moved, answer, recompute_strategy="none")
+    shifted, report = kv.score(moved, answer, recompute_strategy="none", gate=False)
     assert report.moved_tokens > 0.9 * moved.shape[1]
     assert report.repaired_tokens == 0
     assert kl(truth, shifted) <= 0.1
-    repaired, report = kv.score(moved, answer, recompute_head_tokens=100_000)
+    judged, report = kv.score(moved, answer)
+    assert kl(truth, judged) <= 0.1
+    assert report.fallback is not None or 0 < report.risk <= 0.1
+    repaired, report = kv.score(moved, answer, recompute_ratio=1.0)
     assert report.repaired_tokens == report.moved_tokens
     assert relative_error(repaired, truth) <= 1e-4
 

@@ -38,7 +38,7 @@ from kvboost.planning import Limits, Prompt, make_plan, still_served, without_re
 from kvboost.prefilling import Filled, Prefilling
 from kvboost.repair.gate import bound
 from kvboost.shadow import Shadow, ShadowResult
-from kvboost.stats import EngineStats, InFlight
+from kvboost.stats import Backoff, EngineStats, InFlight
 from kvboost.store import MemoryTier, Tier
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
 
@@ -114,6 +114,7 @@ class KVBoost:
         self.store: Tier = store or MemoryTier(effective.cache_bytes, max_variants=effective.max_variants)
         self.stats = EngineStats()
         self._in_flight = InFlight()
+        self._giving_up = Backoff()  # a model whose moved rows are always judged too far off is not tried every time
         self.shadow = Shadow(self._prefill_in_full)
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
@@ -310,7 +311,8 @@ class KVBoost:
         tokens = _tokens(input_ids)
         keys = self._keys(len(tokens), settings)
         prompt = self._named(tokens, settings, keys)
-        wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens)))
+        trying_moved = not settings.gate or self._giving_up.allows()
+        wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens), trying_moved=trying_moved))
         with ExitStack() as leases:
             records = self._lease(wanted, leases)
             plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
@@ -318,6 +320,8 @@ class KVBoost:
             observing = settings.mode == "observe"
             served = ReusePlan.nothing(plan.num_tokens) if observing else plan
             filled = Prefilling(self.model, self.support, input_ids, records, settings).fill(served)
+            if not served.is_prefix_only and settings.gate:
+                self._giving_up.note(failed=filled.report.fallback is not None)
             sources = {i: r.header for i, r in records.items()}
             loaded = sum(record.num_bytes for record in records.values())
         report = replace(
@@ -422,10 +426,10 @@ class KVBoost:
             self._chunkers[wanted] = make_chunker(settings, self._separators, tokenizer=self.tokenizer)
         return self._chunkers[wanted]
 
-    def _limits(self, settings: Settings, num_tokens: int) -> Limits:
+    def _limits(self, settings: Settings, num_tokens: int, *, trying_moved: bool = True) -> Limits:
         return Limits(
             exact_only=settings.exact_only,
-            allow_moved=self.support.allows_moved(num_tokens) and self.shadow.suspended is None,
+            allow_moved=self.support.allows_moved(num_tokens) and self.shadow.suspended is None and trying_moved,
             min_run_tokens=settings.min_run_tokens,
             min_moved_share=settings.min_moved_share,
             min_prefix_share=settings.min_prefix_share,

@@ -34,6 +34,34 @@ class InFlight:
             return self._changed.wait_for(lambda: self._running == 0, timeout_s)
 
 
+class Backoff:
+    """Whether something that keeps failing is worth a try: after n failures in a row only every 2^n-th time.
+
+    The first `FREE_FAILURES` cost nothing; a success forgets all. Thread-safe.
+    """
+
+    FREE_FAILURES = 2
+    LONGEST = 32
+
+    def __init__(self) -> None:
+        self._failures = self._skipped = 0
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """True if it should be tried now."""
+        with self._lock:
+            if self._skipped + 1 >= min(self.LONGEST, 2 ** max(0, self._failures - self.FREE_FAILURES)):
+                self._skipped = 0
+                return True
+            self._skipped += 1
+            return False
+
+    def note(self, *, failed: bool) -> None:
+        """Remembers how a try ended."""
+        with self._lock:
+            self._failures = self._failures + 1 if failed else 0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the engine was made. Thread-safe to write; a reader sees each counter whole."""
