@@ -5,8 +5,8 @@
 Reads results of `kvboost bench repair` (the systems `guided` at 5, 15 and 40 %, which record their signs). Fits log(KL)
 to the logarithms of the signs on the first files, by least squares, and raises the intercept to the quantile
 `COVERAGE`. On the held-out files it tells how often the estimate is exceeded, and walks every prompt up the ladder of
-budgets of each fidelity: what is served, at which error, how often more is computed, how often everything. Prints the
-constants that stand in `kvboost.repair.gate`, and ends with one JSON line.
+budgets under the bound of each fidelity: what is served, at which error, how often more is computed, how often all.
+Prints the constants that stand in `kvboost.repair.gate`, and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare import Result
-from kvboost.repair.gate import BOUNDS, BUDGETS, FLOOR, INTERCEPT, WEIGHTS
+from kvboost.repair.gate import BOUNDS, FLOOR, INTERCEPT, LADDER, WEIGHTS
 from repair import recorded
 
 COVERAGE = 0.95
@@ -46,13 +46,13 @@ def fit(results: list[Result]) -> Floats:
 
 
 def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, float]:
-    """Every prompt walked up the budgets of a fidelity; what is above the bound at the last one is prefilled."""
+    """Every prompt walked up the ladder; what is above the bound at the last one is prefilled."""
     x, _ = features(results)
     estimates = {(r.case, r.context, r.system): e for r, e in zip(results, np.exp(x @ weights), strict=True)}
     measured = {(r.case, r.context, r.system): r.kl for r in results}
     kl, escalations, prefilled = [], [], []
     for prompt in sorted({key[:2] for key in measured}):
-        steps = [(*prompt, AT_BUDGET[b]) for b in BUDGETS[fidelity]]
+        steps = [(*prompt, AT_BUDGET[b]) for b in LADDER]
         if not all(s in measured for s in steps):
             continue
         good = [i for i, s in enumerate(steps) if estimates[s] <= BOUNDS[fidelity]]
@@ -79,7 +79,7 @@ def curve(results: list[Result], weights: Floats) -> dict[str, Any]:
         "results": len(y),
         "exceeded": float((y > line).mean()),
         "correlation": float(np.corrcoef(line, y)[0, 1]),
-        "fidelity": {name: served(results, weights, name) for name in BUDGETS},
+        "fidelity": {name: served(results, weights, name) for name in BOUNDS},
     }
 
 

@@ -44,6 +44,8 @@ SYSTEMS: Mapping[str, dict[str, Any]] = {
     },
     "guided": {"recompute_strategy": "guided", "recompute_ratio": BUDGET, "risk_bound": 1e9},  # judged, never escalated
     "guided 5 %": {"recompute_strategy": "guided", "recompute_ratio": 0.05, "risk_bound": 1e9},
+    "balanced": {"fidelity": "balanced"},
+    "fast": {"fidelity": "fast"},
     "guided 40 %": {"recompute_strategy": "guided", "recompute_ratio": 0.4, "risk_bound": 1e9},
 }
 

@@ -66,7 +66,7 @@ def test_a_larger_budget_is_tried_first_and_both_attempts_are_charged(monkeypatc
 
 
 def test_an_escalated_answer_is_continued_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = warmed(risk_bound=0.5, sample_step=6, recompute_ratio=0.35)
+    kv = warmed(risk_bound=0.5, sample_step=6, recompute_ratio=0.3)
     risks = iter([1.0, 1.0, *[0.1] * 5])
     monkeypatch.setattr(gate, "estimate", lambda signs: next(risks))
     first = greedy(kv.generate, MOVED)
@@ -89,9 +89,9 @@ def test_no_sign_counts_against_its_meaning(attended: float, unexplained: float,
 
 
 def test_budgets_grow_from_what_is_set() -> None:
-    assert gate.budgets(Settings(fidelity="fast")) == (0.05, 0.15, 0.4)
-    assert gate.budgets(Settings(fidelity="balanced")) == (0.15, 0.4)
-    assert gate.budgets(Settings(fidelity="fast", recompute_ratio=0.2)) == (0.2, 0.4)
+    assert gate.budgets(Settings()) == (0.05, 0.15, 0.4)
+    assert gate.budgets(Settings(gate=False))[0] == 0.15
+    assert gate.budgets(Settings(recompute_ratio=0.2)) == (0.2, 0.4)
     assert gate.budgets(Settings(recompute_ratio=1.0)) == (1.0,)
 
 

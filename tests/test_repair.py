@@ -182,6 +182,26 @@ def test_what_a_sample_taught_is_kept_with_the_chunk_and_served_again_with_its_a
     assert any(h.header.corrected for h in headers)
 
 
+def test_a_second_sample_finds_what_the_first_one_left() -> None:
+    kv = warmed()
+    assembly = assembled(kv)
+    moved = moved_positions(assembly.plan)
+    first, second = moved[::6], moved[3::6]
+    clean = [replace(g, values=g.values.clone()) for g in assembly.payload]
+    fresh = assembly.plan.computed_rows(MOVED.shape[1])
+    _, one = compute(assembly, np.union1d(fresh, first), first)
+    spoil(assembly)
+    later = replace(assembly, plan=replace(assembly.plan, repaired=first), filled=True)
+    _, two = compute(later, np.union1d(fresh, second), second)
+    assert one is not None
+    assert two is not None
+    rest = np.setdiff1d(moved, np.union1d(first, second))
+    mended, truth = (assembly.layout.per_layer(p)[1][0][:, :, rest] for p in (assembly.payload, clean))
+    assert relative_error(mended, truth) <= 1e-3
+    both = one.plus(two)
+    assert torch.equal(both.added[0].values, one.added[0].values + two.added[0].values)
+
+
 def spoil(assembly: Assembly) -> None:
     """Adds one constant to the unrotated keys, and to the values, of every moved row in every layer."""
     turns = layer_rotations(assembly.layout, 0, MOVED.shape[1])

@@ -40,14 +40,25 @@ class Sample:
     counts: torch.Tensor  # float32 [C] sampled rows per chunk
 
     @classmethod
-    def of(cls, rows: Int32Array, sampled: Int32Array, chunks: Sequence[Span], device: torch.device) -> Sample | None:
-        """The sample of a forward that computes `rows`, of which `sampled` are the sample; None if it is too small."""
-        sampled = np.intersect1d(sampled, rows)
+    def of(
+        cls,
+        rows: Int32Array,
+        sampled: Int32Array,
+        repaired: Int32Array,
+        chunks: Sequence[Span],
+        device: torch.device,
+    ) -> Sample | None:
+        """The sample of a forward that computes `rows`, of which `sampled` are the sample; None if it is too small.
+
+        Rows that were `repaired` before neither show the change nor need a correction.
+        """
+        sampled = np.setdiff1d(np.intersect1d(sampled, rows), repaired)
         members = [sampled[(sampled >= c.start) & (sampled < c.stop)] for c in chunks]
         positions = np.concatenate([sampled[:0], *members])
         if len(positions) < MIN_SAMPLE:
             return None
-        rests = [np.setdiff1d(np.arange(c.start, c.stop), rows) for c in chunks]
+        known = np.union1d(rows, repaired)
+        rests = [np.setdiff1d(np.arange(c.start, c.stop), known) for c in chunks]
 
         def numbers(groups: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
             return torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups])).to(device)
@@ -74,6 +85,12 @@ class Correction:
     chunks: Sequence[Span]
     added: tuple[LayerKV, ...]
     unexplained: list[float] = field(default_factory=list)
+
+    def plus(self, later: Correction) -> Correction:
+        """Both corrections of the same chunks, one after the other."""
+        pairs = zip(self.added, later.added, strict=True)
+        added = tuple(LayerKV(a.keys + b.keys, a.values + b.values) for a, b in pairs)
+        return Correction(self.chunks, added, later.unexplained)
 
 
 class CorrectingLayer(SpliceLayer):

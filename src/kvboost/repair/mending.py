@@ -60,12 +60,12 @@ def attempt(assembly: Assembly, strategy: Strategy, settings: Settings, known: g
     """One choice of rows and one forward; rows that were repaired before stay so.
 
     The gate needs the question's attention and a sample of rows: a strategy that has not looked is charged for both.
-    `known` are the signs of an earlier attempt, whose sample no longer shows the change.
+    `known` are the signs of an earlier attempt.
     """
     began = time.perf_counter()
     selection = strategy(assembly, settings)
     if settings.gate:
-        selection = _with_evidence(selection, assembly, settings, sampling=known is None)
+        selection = _with_evidence(selection, assembly, settings)
     selected = time.perf_counter()
     fresh = replace(assembly.plan, repaired=selection.rows[:0]).computed_rows(assembly.plan.num_tokens)
     rows = np.union1d(fresh, selection.rows)
@@ -80,11 +80,11 @@ def attempt(assembly: Assembly, strategy: Strategy, settings: Settings, known: g
 
 def joined(first: Mended, second: Mended) -> Mended:
     """The second attempt, over what the first one left: rows are corrected already, fresh ones are computed again."""
-    fresh = second.plan.count(Kind.FRESH)
+    both = first.correction.plus(second.correction) if first.correction and second.correction else None
     return replace(
         second,
-        correction=first.correction,
-        probed_rows=first.probed_rows + second.probed_rows + fresh,
+        correction=both or first.correction or second.correction,
+        probed_rows=first.probed_rows + second.probed_rows + second.plan.count(Kind.FRESH),
         select_s=first.select_s + second.select_s,
         prefill_s=first.prefill_s + second.prefill_s,
         attempts=first.attempts + 1,
@@ -101,8 +101,7 @@ def compute(
     at = assembly.positions(rows)
     layers = assembly.splice_layers(at)
     chunks = assembly.plan.spans(Kind.MOVED)
-    usable = len(sampled) and not assembly.filled  # rows that were repaired before no longer show the change
-    drawn = Sample.of(rows, sampled, chunks, at.device) if usable else None
+    drawn = Sample.of(rows, sampled, assembly.plan.repaired, chunks, at.device) if len(sampled) else None
     if drawn is None:
         return assembly.logits(at, layers), None
     num_tokens = assembly.plan.num_tokens
@@ -112,12 +111,12 @@ def compute(
     return logits, Correction(chunks, added, [la.unexplained for la in correcting])
 
 
-def _with_evidence(selection: Selection, assembly: Assembly, settings: Settings, *, sampling: bool) -> Selection:
+def _with_evidence(selection: Selection, assembly: Assembly, settings: Settings) -> Selection:
     """The selection, with a look at the question's attention and a sample to measure by, if it has none."""
     if selection.seen is None:
         seen = glance(assembly, assembly.positions(question(assembly.plan)))
         selection = replace(selection, seen=seen, probed_rows=selection.probed_rows + seen.charged_rows)
-    if sampling and not len(selection.sampled):
+    if not len(selection.sampled):
         drawn = sample(assembly.plan, settings.sample_step, assembly.plan.num_tokens)
         rows = np.union1d(selection.rows, drawn).astype(np.int32)
         selection = replace(selection, rows=rows, sampled=drawn, corrects=False)
@@ -131,7 +130,7 @@ def _signs(
         return None
     inexact = np.setdiff1d(moved_positions(plan), plan.repaired)
     mass = seen.mass[torch.from_numpy(inexact).long().to(seen.mass.device)].sum() / seen.mass.sum()
-    if known is not None:
+    if correction is None and known is not None:
         return gate.Signs(float(mass), known.unexplained)
     left = correction.unexplained if correction is not None else [1.0]
     return gate.Signs(float(mass), sum(left) / len(left))
