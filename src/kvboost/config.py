@@ -52,7 +52,7 @@ class Settings(BaseModel):
     recompute_head_tokens: int = Field(8, ge=0, description="epic: rows recomputed at the head of each moved run.")
     recompute_topk: int = Field(4, ge=0, description="cacheblend: at most so many rows of each moved chunk.")
     recompute_boundary_tokens: int = Field(
-        12, ge=0, description="selective: rows at each end of a moved run that may be recomputed."
+        4, ge=0, description="selective: rows at each end of a moved run that may be recomputed."
     )
     entropy_threshold: float = Field(
         0.5, ge=0, le=1, description="selective: rows whose attention entropy exceeds this share of log n."
