@@ -18,6 +18,7 @@ from kvboost.stats import Backoff
 from kvboost.types import Kind, Lineage
 from scenario import SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
 
+pytestmark = pytest.mark.smoke
 MOVED = prompt("3120")
 shares = st.floats(0, 1)
 

@@ -25,6 +25,7 @@ from kvboost.types import Kind
 from scenario import engine, greedy, plain_logits, prompt, relative_error
 from scenario import logits as logits_of
 
+pytestmark = pytest.mark.smoke
 MOVED = prompt("3120")
 CHOOSING = ["selective", "cacheblend", "epic", "guided"]
 

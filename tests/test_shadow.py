@@ -15,6 +15,7 @@ from kvboost.shadow import Shadow, compare
 from kvboost.stats import InFlight
 from scenario import engine, greedy, join, logits, plain_logits, prompt
 
+pytestmark = pytest.mark.smoke
 ORDERS = ["".join(p) for p in itertools.permutations("0123") if p != tuple("0123")]
 
 
