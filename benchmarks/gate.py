@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare import Result
-from kvboost.repair.gate import BOUNDS, FLOOR, INTERCEPT, LADDER, WEIGHTS
+from kvboost.repair.gate import BOUNDS, BUDGETS, FLOOR, INTERCEPT, WEIGHTS
 from repair import recorded
 
 COVERAGE = 0.95
@@ -46,13 +46,13 @@ def fit(results: list[Result]) -> Floats:
 
 
 def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, float]:
-    """Every prompt walked up the ladder; what is above the bound at the last one is prefilled."""
+    """Every prompt walked up the ladder of its fidelity; what is above the bound at the last one is prefilled."""
     x, _ = features(results)
     estimates = {(r.case, r.context, r.system): e for r, e in zip(results, np.exp(x @ weights), strict=True)}
     measured = {(r.case, r.context, r.system): r.kl for r in results}
     kl, escalations, prefilled = [], [], []
     for prompt in sorted({key[:2] for key in measured}):
-        steps = [(*prompt, AT_BUDGET[b]) for b in LADDER]
+        steps = [(*prompt, AT_BUDGET[b]) for b in BUDGETS[fidelity]]
         if not all(s in measured for s in steps):
             continue
         good = [i for i, s in enumerate(steps) if estimates[s] <= BOUNDS[fidelity]]

@@ -90,9 +90,9 @@ def test_no_sign_counts_against_its_meaning(attended: float, unexplained: float,
 
 
 def test_budgets_grow_from_what_is_set() -> None:
-    assert gate.budgets(Settings()) == (0.05, 0.15, 0.4)
-    assert gate.budgets(Settings(gate=False))[0] == 0.15
-    assert gate.budgets(Settings(recompute_ratio=0.2)) == (0.2, 0.4)
+    assert gate.budgets(Settings(fidelity="fast")) == (0.05, 0.15, 0.4)
+    assert gate.budgets(Settings(fidelity="balanced")) == (0.15, 0.4)
+    assert gate.budgets(Settings(fidelity="fast", recompute_ratio=0.2)) == (0.2, 0.4)
     assert gate.budgets(Settings(recompute_ratio=1.0)) == (1.0,)
 
 

@@ -22,11 +22,9 @@ from kvboost.config import Settings
 FLOOR = 1e-4  # of every sign: a smaller one says no more
 INTERCEPT = 2.83
 WEIGHTS: Mapping[str, float] = {"attended": 1.22, "unexplained": 0.99}
-BOUNDS: Mapping[str, float] = {"balanced": 0.06, "fast": 0.3}
-LADDER = (0.05, 0.15, 0.4)
+BOUNDS: Mapping[str, float] = {"balanced": 0.08, "fast": 0.3}
+BUDGETS: Mapping[str, tuple[float, ...]] = {"balanced": (0.15, 0.4), "fast": (0.05, 0.15, 0.4)}
 """Shares of the moved rows that are tried one after the other while the estimate is above the bound."""
-
-UNJUDGED = 0.15  # the share without a gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,9 @@ def bound(settings: Settings) -> float:
 
 def budgets(settings: Settings) -> tuple[float, ...]:
     """The first budget of the settings, and what is tried above the bound."""
-    first = settings.recompute_ratio
-    if first is None:
-        first = LADDER[0] if settings.gate else UNJUDGED
-    return (first, *(b for b in LADDER if b > first))
+    ladder = BUDGETS.get(settings.fidelity, BUDGETS["balanced"])
+    first = ladder[0] if settings.recompute_ratio is None else settings.recompute_ratio
+    return (first, *(b for b in ladder if b > first))
 
 
 def estimate(signs: Signs) -> float:
