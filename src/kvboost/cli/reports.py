@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def report_json(report: ReuseReport) -> dict[str, Any]:
     """Every field of the report."""
-    return {**asdict(report), "bytes_by_tier": dict(report.bytes_by_tier)}
+    return {**asdict(report), "bytes_by_tier": dict(report.bytes_by_tier), "signs": dict(report.signs)}
 
 
 def report_table(report: ReuseReport) -> Table:
@@ -28,6 +28,8 @@ def report_table(report: ReuseReport) -> Table:
         table.add_row(kind, count, time, seconds_text(getattr(report, f"{time}_s")))
     loaded = sum(report.bytes_by_tier.values())
     caption = f"loaded {bytes_text(loaded)}; {report.charged_budget:.0%} of the rows found were computed again"
+    if report.risk is not None:
+        caption += f"; estimated error at most {report.risk:.3f} nat"
     table.caption = f"not served by the cache: {report.fallback}" if report.fallback else caption
     table.caption_justify = "left"
     return table
