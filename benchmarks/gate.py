@@ -1,18 +1,19 @@
-"""The gate's curve: what the signs of a repair say about its measured error, and what each fidelity would have served.
+"""The gate's curve: what the signs of a repair say about its measured error, and what each fidelity serves.
 
     kvboost bench gate FIT.jsonl ... --held-out TEST.jsonl ... [--plot docs/gate]
 
-Reads results of `kvboost bench repair` (the systems `guided` at 5, 15 and 40 %, which record their signs). Fits log(KL)
-to the logarithms of the signs on the first files, by least squares, and raises the intercept to the quantile
-`COVERAGE`. On the held-out files it tells how often the estimate is exceeded, and walks every prompt up the ladder of
-budgets under the bound of each fidelity: what is served, at which error, how often more is computed, how often all.
-Prints the constants that stand in `kvboost.repair.gate`, and ends with one JSON line.
+Reads results of `kvboost bench repair`. On the first files (systems `guided` at 5, 15 and 40 %, which record their
+signs) log(KL) is fitted to the logarithms of the signs by least squares, the intercept is raised to the quantile
+`COVERAGE`, and every prompt is walked up the budgets of each fidelity. On the held-out files (systems `guided`,
+`balanced`, `fast`) it tells how often the shipped estimate is exceeded, and what `balanced` and `fast` really served:
+at which error, how often more than the first budget was computed, how often all. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,33 @@ def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, f
     }
 
 
-def curve(results: list[Result], weights: Floats) -> dict[str, Any]:
-    """How the estimate and the measured error go together, and what each fidelity serves."""
-    x, y = features(results)
+def measured(results: list[Result], fidelity: str) -> dict[str, float]:
+    """What a fidelity really served: the gate's own escalations and fallbacks included."""
+    rows = [r for r in results if r.system == fidelity]
+    if not rows:
+        return {}
+    kl = np.array([r.kl for r in rows])
+    first = BUDGETS[fidelity][0]
+    return {
+        "prompts": len(kl),
+        "mean": float(kl.mean()),
+        "p95": float(np.quantile(kl, 0.95)),
+        "p99": float(np.quantile(kl, 0.99)),
+        "worst": float(kl.max()),
+        "above_bound": float((kl > BOUNDS[fidelity]).mean()),
+        "escalated": float(np.mean([r.charged > first + 0.03 for r in rows])),
+        "prefilled": float(np.mean([not r.moved for r in rows])),
+    }
+
+
+def curve(results: list[Result], weights: Floats) -> dict[str, float]:
+    """How the estimate and the measured error of served prompts go together."""
+    x, y = features([r for r in results if r.signs and r.moved])
     line = x @ weights
     return {
         "results": len(y),
         "exceeded": float((y > line).mean()),
         "correlation": float(np.corrcoef(line, y)[0, 1]),
-        "fidelity": {name: served(results, weights, name) for name in BOUNDS},
     }
 
 
@@ -91,8 +110,9 @@ def show(found: dict[str, Any], title: str) -> None:
     for column in ("fidelity", "bound", "prompts", *columns):
         table.add_column(column.replace("_", " "), justify="left" if column == "fidelity" else "right")
     for name, r in found["fidelity"].items():
-        shown = [f"{r[c]:.4f}" if c in columns[:4] else f"{r[c]:.1%}" for c in columns]
-        table.add_row(name, str(BOUNDS[name]), str(r["prompts"]), *shown)
+        if r:
+            shown = [f"{r[c]:.4f}" if c in columns[:4] else f"{r[c]:.1%}" for c in columns]
+            table.add_row(name, str(BOUNDS[name]), str(r["prompts"]), *shown)
     Console(width=120, stderr=True).print(table)
 
 
@@ -103,11 +123,12 @@ def plot(results: list[Result], weights: Floats, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    x, y = features(results)
     figure, axes = pyplot.subplots(figsize=(6, 4.6))
-    for budget, system in AT_BUDGET.items():
-        here = np.array([r.system == system for r in results])
-        axes.loglog(np.exp(x @ weights)[here], np.exp(y)[here], ".", alpha=0.5, label=f"{budget:.0%} of the rows")
+    served = [r for r in results if r.signs and r.moved]
+    x, y = features(served)
+    for system in dict.fromkeys(r.system for r in served):
+        here = np.array([r.system == system for r in served])
+        axes.loglog(np.exp(x @ weights)[here], np.exp(y)[here], ".", alpha=0.5, label=system)
     ends = [float(np.exp(x @ weights).min()), float(np.exp(x @ weights).max())]
     axes.plot(ends, ends, "k--", linewidth=1, label="measured = estimated")
     for name, bound in BOUNDS.items():
@@ -129,12 +150,16 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     known, unseen = (
-        [r for path in paths for r in recorded(path) if r.system in AT_BUDGET.values()]
+        [replace(r, case=f"{p.stem}: {r.case}") for p in paths for r in recorded(p)]  # one file per model
         for paths in (arguments.fit, arguments.held_out)
     )
+    known = [r for r in known if r.system in AT_BUDGET.values()]
     fitted = fit(known)
     shipped = np.array([INTERCEPT, *WEIGHTS.values()])
-    curves = {"fitted": curve(known, shipped), "held out": curve(unseen, shipped)}
+    curves = {
+        "fitted": {**curve(known, shipped), "fidelity": {f: served(known, shipped, f) for f in BOUNDS}},
+        "held out": {**curve(unseen, shipped), "fidelity": {f: measured(unseen, f) for f in BOUNDS}},
+    }
     for name, found in curves.items():
         show(found, name)
     if arguments.plot:
