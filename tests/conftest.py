@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is fetched from a model hub
 
+import logging
 import random
 from collections.abc import Generator
 from pathlib import Path
@@ -69,7 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same seeds, and without settings of the caller's environment."""
+    """Every test starts from the same seeds, and without settings of the caller's environment or of the CLI's logging."""
+    logging.getLogger("kvboost").setLevel(logging.NOTSET)
     for name in [n for n in os.environ if n.startswith("KVBOOST_")]:
         monkeypatch.delenv(name)
     random.seed(0)

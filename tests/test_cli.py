@@ -198,7 +198,10 @@ def test_generate_prints_what_transformers_would(stories: str) -> None:
     assert plain.stdout == answer["text"] + "\n", "only the answer goes to stdout"
 
 
-def test_generate_reuses_what_was_warmed_and_reports_it(stories: str, tmp_path: Path) -> None:
+def test_generate_reuses_what_was_warmed_and_reports_it(
+    stories: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_RISK_BOUND", "100")  # the gate was fitted on larger models and refuses this one's
     document = tmp_path / "story.txt"
     document.write_text(PROMPT + " Then it began to rain, and they ran home to eat some cake.")
     asked = f"Read this story with care, and then go on with it in the same way. {document.read_text()} One day"
