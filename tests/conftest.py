@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same seeds, and without settings of the caller's environment or of the CLI's logging."""
+    """Every test starts from the same seeds, without settings of the environment or what the CLI did to logging."""
     logging.getLogger("kvboost").setLevel(logging.NOTSET)
     for name in [n for n in os.environ if n.startswith("KVBOOST_")]:
         monkeypatch.delenv(name)
