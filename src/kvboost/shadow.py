@@ -124,6 +124,11 @@ class Shadow:
 
 def compare(truth: torch.Tensor, ours: torch.Tensor, bound: float) -> ShadowResult:
     """KL(truth || ours) of next-token distributions from logits [V]."""
+    kl = max(0.0, float(kl_divergence(truth, ours)))
+    return ShadowResult(kl, bool(truth.argmax() == ours.argmax()), bound)
+
+
+def kl_divergence(truth: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """KL(truth || ours) of next-token distributions from logits [..., V], in nat [...]."""
     p, q = truth.float().log_softmax(-1), ours.float().log_softmax(-1)
-    kl = max(0.0, float((p.exp() * (p - q)).sum()))
-    return ShadowResult(kl, bool(p.argmax() == q.argmax()), bound)
+    return (p.exp() * (p - q)).sum(-1)

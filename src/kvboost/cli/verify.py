@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvboost.cli.console import make_table, out, print_json, step
-from kvboost.cli.generate import FidelityOption
+from kvboost.cli.generate import FidelityOption, greedy
 from kvboost.cli.models import DTypeOption, ModelOption, open_engine
 from kvboost.errors import InputError
 
@@ -92,13 +92,14 @@ def read_prompts(path: Path) -> Iterator[Any]:
 
 def verify(kv: KVBoost, prompt: Any, number: int, continuation_tokens: int, settings: dict[str, Any]) -> Verdict:
     """Compares one prompt, and then serves it, so that the next ones can reuse it."""
-    from kvboost.cli.generate import greedy
+    import torch
+
     from kvboost.prompts import encode
 
     input_ids = encode(prompt, kv.tokenizer, kv.model)
     plain = {**greedy(kv, continuation_tokens), "min_new_tokens": continuation_tokens, "disable": True}
-    answer = input_ids.new_tensor([kv.generate(input_ids, **plain).token_ids])
-    truth, _ = kv.score(input_ids, answer, disable=True)
+    full = kv.generate(input_ids, **plain, output_logits=True, return_dict_in_generate=True)
+    answer, truth = input_ids.new_tensor([full.token_ids]), torch.cat(full.output.logits).float()
     ours, report = kv.score(input_ids, answer, **settings)
     kv.generate(input_ids, **greedy(kv, 1), **settings)
     kl, agreement = distance(truth, ours)
@@ -118,9 +119,10 @@ def verify(kv: KVBoost, prompt: Any, number: int, continuation_tokens: int, sett
 
 def distance(truth: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
     """Mean KL(truth || ours) in nat and share of equal top tokens, from logits [m, V]."""
-    p, q = truth.log_softmax(-1), ours.log_softmax(-1)
-    same = (p.argmax(-1) == q.argmax(-1)).float().mean().item()
-    return max(0.0, (p.exp() * (p - q)).sum(-1).mean().item()), same
+    from kvboost.shadow import kl_divergence
+
+    same = (truth.argmax(-1) == ours.argmax(-1)).float().mean().item()
+    return max(0.0, kl_divergence(truth, ours).mean().item()), same
 
 
 def bound_of(kv: KVBoost, settings: dict[str, Any]) -> float:
@@ -132,7 +134,7 @@ def bound_of(kv: KVBoost, settings: dict[str, Any]) -> float:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
+    """The value that stands at `share` of the ordered ones; of few values the worst."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
