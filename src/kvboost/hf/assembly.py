@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvboost.hf import attention, compat
 from kvboost.hf.layout import KVLayout
-from kvboost.hf.splice import SpliceLayer
+from kvboost.hf.splice import SpliceLayer, make_splice_layers
 from kvboost.hf.support import ModelSupport
 from kvboost.types import Int32Array, Kind, LayerKV, ReusePlan
 
@@ -44,8 +44,7 @@ class Assembly:
 
     def splice_layers(self, rows: torch.Tensor) -> list[SpliceLayer]:
         """One cache layer per model layer over `payload`, for a forward that computes `rows`."""
-        pairs = zip(*self.layout.per_layer(self.payload), strict=True)
-        return [SpliceLayer(keys, values, rows) for keys, values in pairs]
+        return make_splice_layers(*self.layout.per_layer(self.payload), rows)
 
     def fresh_positions(self) -> torch.Tensor:
         """Bool [T]: positions that hold no row."""

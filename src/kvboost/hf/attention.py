@@ -105,7 +105,7 @@ class Look:
         keys = keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
         logits = (self.query @ keys.transpose(1, 2)).float() * self.scaling
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+            logits = _capped(logits, self.softcap)
         return (logits + self.block.mask.float()).log_softmax(-1)
 
 
@@ -226,8 +226,12 @@ def _soft_capped(
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap + mask
+    logits = _capped(query @ key.transpose(2, 3) * scale, softcap) + mask
     return torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    return torch.tanh(logits / softcap) * softcap
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:

@@ -109,7 +109,7 @@ class CorrectingLayer(SpliceLayer):
         """`added` (keys and values, [H, C, D]) is written; without `correct` the sample is measured only."""
         super().__init__(keys, values, rows)
         self.sample, self.turn, self.added, self.correct = sample, turn, added, correct
-        self.unexplained = 0.0
+        self.unexplained = torch.zeros((), device=keys.device)  # read after the forward: reading waits for the device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -129,7 +129,7 @@ class CorrectingLayer(SpliceLayer):
         added.copy_(means)
         if slot == "values":
             left = (change - means[:, s.chunk]).pow(2).sum()
-            self.unexplained = (left / fresh[:, s.at].float().pow(2).sum().clamp_min(1e-12)).item()
+            self.unexplained = left / fresh[:, s.at].float().pow(2).sum().clamp_min(1e-12)
         if self.correct:
             means = means[:, s.rest_chunk]
             means = self.turn.apply(means, s.rest) if rotated else means

@@ -201,7 +201,7 @@ def recompute_all(
     for group in payload:
         group.keys.zero_()
         group.values.zero_()
-    cache = splice.make_splice_cache(*layout.per_layer(payload), rows)
+    cache = compat.Cache(layers=splice.make_splice_layers(*layout.per_layer(payload), rows))
     job = attention.Job(rows=rows, windows=layout.windows, block=16, honour_softcap=honour_softcap)
     with torch.no_grad(), attention.attend_in_blocks(attention_configs(model), job):
         hidden: torch.Tensor = compat.forward(

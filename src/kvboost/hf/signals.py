@@ -66,6 +66,14 @@ class _CheckLayer(SpliceLayer):
         return super().update(key_states, value_states)
 
 
+def _with_check(assembly: Assembly, rows: torch.Tensor, layer: int) -> tuple[list[SpliceLayer], _CheckLayer]:
+    """Splice layers of which the one at `layer` remembers what was replaced."""
+    layers = assembly.splice_layers(rows)
+    check = _CheckLayer(layers[layer].keys, layers[layer].values, rows)
+    layers[layer] = check
+    return layers, check
+
+
 def value_change(assembly: Assembly, rows: torch.Tensor, layer: int) -> tuple[torch.Tensor, float]:
     """Squared L2 distance of the stored values from fresh ones at `layer`, float32 [m], and its cost.
 
@@ -73,9 +81,7 @@ def value_change(assembly: Assembly, rows: torch.Tensor, layer: int) -> tuple[to
     values do not depend on context, so at layer 1 the result is exact for any choice of rows.
     """
     wanted, rows = len(rows), through_end(assembly, rows)
-    layers = assembly.splice_layers(rows)
-    check = _CheckLayer(layers[layer].keys, layers[layer].values, rows)
-    layers[layer] = check
+    layers, check = _with_check(assembly, rows, layer)
     assembly.forward(rows, layers)
     if check.value_change is None:
         raise RuntimeError(f"layer {layer} was never reached")
@@ -85,10 +91,8 @@ def value_change(assembly: Assembly, rows: torch.Tensor, layer: int) -> tuple[to
 def attention_change(assembly: Assembly, rows: torch.Tensor, layer: int) -> tuple[torch.Tensor, float]:
     """KL(fresh keys || stored keys) of each row's attention at `layer`, mean over heads, nat [m], and its cost."""
     wanted, rows = len(rows), through_end(assembly, rows)
-    layers = assembly.splice_layers(rows)
-    check = _CheckLayer(layers[layer].keys, layers[layer].values, rows)
+    layers, check = _with_check(assembly, rows, layer)
     check.keep_keys = True
-    layers[layer] = check
     kl = torch.zeros(len(rows), device=rows.device)
 
     def observe(look: Look) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 
 class SpliceLayer(DynamicLayer):
@@ -39,6 +39,8 @@ class SpliceLayer(DynamicLayer):
         return int(self.keys.shape[2]), 0
 
 
-def make_splice_cache(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor) -> Cache:
-    """A cache over the given tensors, `[1, H, T, D]` per layer, which the forward changes in place at `rows`."""
-    return Cache(layers=[SpliceLayer(k, v, rows) for k, v in zip(keys, values, strict=True)])
+def make_splice_layers(
+    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor
+) -> list[SpliceLayer]:
+    """Cache layers over the given tensors, `[1, H, T, D]` each, which a forward changes in place at `rows`."""
+    return [SpliceLayer(k, v, rows) for k, v in zip(keys, values, strict=True)]

@@ -17,7 +17,7 @@ from kvboost.hf.correction import Correction, Sample, correcting_layers
 from kvboost.hf.signals import Glance, glance
 from kvboost.repair import gate
 from kvboost.repair.guided import question, sample
-from kvboost.repair.selection import Selection, Strategy, moved_positions
+from kvboost.repair.selection import Selection, Strategy, positions_of
 from kvboost.types import Int32Array, Kind, ReusePlan
 
 
@@ -67,8 +67,7 @@ def attempt(assembly: Assembly, strategy: Strategy, settings: Settings, known: g
     if settings.gate:
         selection = _with_evidence(selection, assembly, settings)
     selected = time.perf_counter()
-    fresh = replace(assembly.plan, repaired=selection.rows[:0]).computed_rows(assembly.plan.num_tokens)
-    rows = np.union1d(fresh, selection.rows)
+    rows = np.union1d(positions_of(assembly.plan, Kind.FRESH), selection.rows)
     logits, correction = compute(assembly, rows, selection.sampled, correct=selection.corrects)
     plan = replace(assembly.plan, repaired=np.union1d(assembly.plan.repaired, selection.rows).astype(np.int32))
     signs = _signs(plan, selection.seen, correction, known) if settings.gate else None
@@ -108,7 +107,7 @@ def compute(
     regime = assembly.support.regime(num_tokens)
     correcting, added = correcting_layers(assembly.layout, layers, drawn, regime, num_tokens, correct=correct)
     logits = assembly.logits(at, correcting)
-    return logits, Correction(chunks, added, [la.unexplained for la in correcting])
+    return logits, Correction(chunks, added, torch.stack([la.unexplained for la in correcting]).tolist())
 
 
 def _with_evidence(selection: Selection, assembly: Assembly, settings: Settings) -> Selection:
@@ -128,7 +127,7 @@ def _signs(
 ) -> gate.Signs | None:
     if seen is None:
         return None
-    inexact = np.setdiff1d(moved_positions(plan), plan.repaired)
+    inexact = np.setdiff1d(positions_of(plan, Kind.MOVED), plan.repaired)
     mass = seen.mass[torch.from_numpy(inexact).long().to(seen.mass.device)].sum() / seen.mass.sum()
     if correction is None and known is not None:
         return gate.Signs(float(mass), known.unexplained)

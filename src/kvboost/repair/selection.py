@@ -34,10 +34,15 @@ Strategy = Callable[[Assembly, Settings], Selection]
 """Chooses the rows to recompute. May run forwards over the assembly, which it charges in `probed_rows`."""
 
 
+def positions_of(plan: ReusePlan, kind: Kind) -> Int32Array:
+    """All positions of one kind, sorted."""
+    spans = [np.arange(s.start, s.stop, dtype=np.int32) for s in plan.spans(kind)]
+    return np.concatenate([no_rows(), *spans])
+
+
 def moved_positions(plan: ReusePlan) -> Int32Array:
     """All positions that hold a moved row, sorted."""
-    spans = [np.arange(s.start, s.stop, dtype=np.int32) for s in plan.spans(Kind.MOVED)]
-    return np.concatenate([no_rows(), *spans])
+    return positions_of(plan, Kind.MOVED)
 
 
 def heads(spans: Sequence[Span], sizes: Sequence[int]) -> Int32Array:

@@ -38,6 +38,5 @@ def select_wide_boundaries(assembly: Assembly, settings: Settings) -> Selection:
 def boundaries(runs: list[Span], width: int) -> Int32Array:
     """The first and last `width` positions of every run, sorted."""
     inside = [np.arange(r.start, r.stop, dtype=np.int32) for r in runs]
-    return np.concatenate(
-        [no_rows(), *(p if len(p) <= 2 * width else np.concatenate([p[:width], p[-width:]]) for p in inside if width)]
-    )
+    ends = [np.union1d(p[:width], p[len(p) - min(width, len(p)) :]) for p in inside]
+    return np.concatenate([no_rows(), *ends])
