@@ -5,8 +5,7 @@
 Two traffics from a committed seed. *pairs*: three reports over the same excerpts in the same order, the first COLD, two
 WARM: they share a prefix. *shifted*: every request has a head of its own, another order and other neighbours; it is
 WARM if all of its excerpts were seen. Four functions may be the answer, the most likely one is chosen. Reports that
-name the function are left out. Systems other than `guided` run with fidelity `fast`, so that a gate hides as little
-as it may.
+name the function are left out. Systems other than `guided` run without the gate, so that it hides nothing of them.
 
 Lines of `--dtype bfloat16 --systems "full prefill"`, reported together with float32 ones (those first), are the
 yardstick for agreement.

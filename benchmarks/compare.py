@@ -13,6 +13,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from record import rounded
+
 RESAMPLES = 4000
 Floats = npt.NDArray[np.float64]
 
@@ -37,13 +39,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Rounded, so that lines stay short."""
-        return {k: _short(v) for k, v in asdict(self).items()}
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        found: dict[str, Any] = rounded(asdict(self))
+        return found
 
 
 def spread(kl: Sequence[float]) -> dict[str, float]:
@@ -52,7 +49,7 @@ def spread(kl: Sequence[float]) -> dict[str, float]:
     return {"mean": float(values.mean()), "p95": float(np.quantile(values, 0.95)), "worst": float(values.max())}
 
 
-def bootstrap_upper(ours: Floats, theirs: Floats, statistic: Any, seed: int = 0) -> tuple[float, float, float]:
+def paired_bootstrap(ours: Floats, theirs: Floats, statistic: Any, seed: int = 0) -> tuple[float, float, float]:
     """The difference ours - theirs of a statistic, and its 95 % interval over resampled cases (paired)."""
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(ours), (RESAMPLES, len(ours)))
@@ -122,8 +119,8 @@ def _against(rows: dict[str, list[Result]], ours: str) -> dict[str, Any]:
             other = np.array([r.kl for r in theirs])
             found[system] = {
                 "less": 1 - float(mine.mean() / other.mean()),
-                "mean": bootstrap_upper(mine, other, np.mean),
-                "p95": bootstrap_upper(mine, other, p95),
+                "mean": paired_bootstrap(mine, other, np.mean),
+                "p95": paired_bootstrap(mine, other, p95),
             }
     return found
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 import sys
@@ -24,14 +23,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
-import kvboost
 from kvboost import KVBoost
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
+from kvboost.shadow import kl_divergence
 from prompts import ORDER_QUESTION, document_sets, encode, shuffled
+from record import emit, versions
 
 CONTINUATION = 32
 METHODS: dict[str, dict[str, Any]] = {
@@ -55,11 +54,10 @@ def unshifted() -> Iterator[None]:
 
 def divergence(truth: torch.Tensor, ours: torch.Tensor) -> dict[str, float]:
     """Mean KL over the continuation, share of equal top tokens, index of the first that differs."""
-    p, q = truth.log_softmax(-1), ours.log_softmax(-1)
-    same = p.argmax(-1) == q.argmax(-1)
+    same = truth.argmax(-1) == ours.argmax(-1)
     first = int((~same).nonzero()[0]) if not bool(same.all()) else len(same)
     return {
-        "kl": (p.exp() * (p - q)).sum(-1).mean().item(),
+        "kl": kl_divergence(truth, ours).mean().item(),
         "top1": same.float().mean().item(),
         "first_divergence": float(first),
     }
@@ -159,20 +157,15 @@ def main() -> None:
     rows = [summary(method, values) for method, values in results.items()]
     name = arguments.model or embedded.name
     show(rows, f"{name}, {arguments.dtype}, reordered documents captured online, about {arguments.tokens} tokens")
-    line = json.dumps(
-        {
-            "benchmark": "fidelity",
-            "model": Path(name).name,
-            "dtype": arguments.dtype,
-            "tokens": arguments.tokens,
-            "versions": {m.__name__: m.__version__ for m in (kvboost, torch, transformers)},
-            "rows": [{k: round(v, 7) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
-        }
-    )
-    if arguments.out:
-        with arguments.out.open("a") as file:
-            file.write(line + "\n")
-    print(line)
+    result = {
+        "benchmark": "fidelity",
+        "model": Path(name).name,
+        "dtype": arguments.dtype,
+        "tokens": arguments.tokens,
+        "versions": versions(),
+        "rows": [{k: round(v, 7) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+    }
+    emit(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,18 @@ own documents. Beside each stands the KL divergence of the first token's distrib
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
-import kvboost
 from kvboost import KVBoost
 from kvboost.hf.embedded import SMOLLM2, ensure
 from prompts import document_sets
+from record import emit, rounded, versions
 from speed import DOCUMENT_TOKENS, call, compare, summary
 
 SETTINGS = {"min_prefix_share": 0.0, "fidelity": "exact"}
@@ -103,14 +101,10 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "continuation_block_tokens": kv.settings().continuation_block_tokens,
-        "versions": {m.__name__: m.__version__ for m in (kvboost, torch, transformers)},
-        "rows": [{k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+        "versions": versions(),
+        "rows": rounded(rows),
     }
-    line = json.dumps(result)
-    if arguments.out:
-        with arguments.out.open("a") as file:
-            file.write(line + "\n")
-    print(line)
+    emit(result, arguments.out)
     return result
 
 

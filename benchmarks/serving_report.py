@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from compare import bootstrap_upper, mcnemar, spread
+from compare import mcnemar, paired_bootstrap, spread
+from record import rounded
 from serving import FULL, PREFIX, Outcome
 
 MIXES = ("cold", "warm", "all")
@@ -34,14 +35,8 @@ def report(results: Sequence[Outcome], benchmark: str) -> dict[str, Any]:
         if any(rows.values()):
             figures[source] = source_figures(rows)
             show(figures[source], source)
-    return _rounded(figures)
-
-
-def _rounded(value: Any) -> Any:
-    """Five significant digits are enough for a line of results."""
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    found: dict[str, Any] = rounded(figures)
+    return found
 
 
 def by_system(results: Sequence[Outcome]) -> Rows:
@@ -130,7 +125,7 @@ def task_figures(ours: Sequence[Outcome], full: Sequence[Outcome]) -> dict[str, 
     found["accuracy"] = float(np.mean(right))
     if full:
         full_right = [full[i].choice == full[i].right for i in asked]
-        difference = bootstrap_upper(np.array(right, float), np.array(full_right, float), np.mean)
+        difference = paired_bootstrap(np.array(right, float), np.array(full_right, float), np.mean)
         found["agreement"] = float(np.mean([ours[i].choice == full[i].choice for i in asked]))
         found["mcnemar_p"] = mcnemar(right, full_right)
         found["accuracy_difference"] = dict(zip(("mean", "low", "high"), difference, strict=True))

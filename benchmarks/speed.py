@@ -23,11 +23,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
-import kvboost
 from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.hf.assembly import Assembly
@@ -35,6 +33,7 @@ from kvboost.hf.embedded import SMOLLM2, ensure
 from kvboost.repair import STRATEGIES, Selection
 from kvboost.repair.guided import select_guided
 from prompts import DocumentSet, document_sets, encode, shuffled
+from record import emit, versions
 
 DOCUMENT_TOKENS = 300  # shorter in short prompts, so that there are at least six
 ROW_SHARE = 0.15
@@ -217,22 +216,17 @@ def main() -> None:
         measured = measure(kv, kv.tokenizer, num_tokens, arguments.repeats)
         show(measured, f"{num_tokens} tokens, {arguments.dtype}, {arguments.threads} threads, {platform.machine()} CPU")
         rows += measured
-    line = json.dumps(
-        {
-            "benchmark": "speed",
-            "dtype": arguments.dtype,
-            "threads": arguments.threads,
-            "versions": {m.__name__: m.__version__ for m in (kvboost, torch, transformers)},
-            "rows": [{k: round(v, 5) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
-        }
-    )
-    if arguments.out:
-        with arguments.out.open("a") as file:
-            file.write(line + "\n")
+    result = {
+        "benchmark": "speed",
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "versions": versions(),
+        "rows": [{k: round(v, 5) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+    }
+    emit(result, arguments.out)
     if arguments.plot:
         recorded = recorded_rows(arguments.out, arguments.dtype) if arguments.out else rows
         plot(recorded, arguments.plot, f"SmolLM2-135M, {arguments.dtype}, {arguments.threads} CPU threads")
-    print(line)
 
 
 if __name__ == "__main__":

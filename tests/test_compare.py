@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cells
-from compare import Result, bootstrap_upper, by_system, mcnemar, p95, spread
+from compare import Result, by_system, mcnemar, p95, paired_bootstrap, spread
 from gate import COVERAGE, features, fit
 from kvboost.repair.gate import WEIGHTS
 
@@ -29,11 +29,11 @@ def test_mcnemar_counts_only_what_differs() -> None:
 def test_a_paired_bootstrap_sees_a_small_difference_that_every_pair_shows() -> None:
     rng = np.random.default_rng(1)
     theirs = rng.lognormal(-4, 1, 60)
-    difference, low, high = bootstrap_upper(theirs * 0.9, theirs, np.mean)
+    difference, low, high = paired_bootstrap(theirs * 0.9, theirs, np.mean)
     assert low < difference < high < 0
-    _, low, high = bootstrap_upper(rng.permutation(theirs), theirs, np.mean)
+    _, low, high = paired_bootstrap(rng.permutation(theirs), theirs, np.mean)
     assert low < 0 < high
-    _, _, high = bootstrap_upper(theirs * 0.5, theirs, p95)
+    _, _, high = paired_bootstrap(theirs * 0.5, theirs, p95)
     assert high < 0
 
 
