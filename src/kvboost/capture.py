@@ -11,7 +11,6 @@ The lineage of fresh rows is the worst of what they were computed behind, so an 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -51,8 +50,8 @@ def make_records(
             records += [_own_rows(sequence, piece, lineage, cache, layout) for piece in pieces]
         elif segment.kind is Kind.MOVED:
             lineage = Lineage.APPROXIMATE
-            link = _link(sequence, segment, plan, sources[segment.record_id or b""], cache, layout)
-            records.append(link if correction is None else _corrected(link, correction))
+            source = sources[segment.record_id or b""]
+            records.append(_link(sequence, segment, plan, source, cache, layout, correction))
         elif segment.kind is Kind.CONTINUED:
             lineage = min(lineage, sources[segment.record_id or b""].lineage)
     return records
@@ -92,7 +91,13 @@ def own_header(sequence: Prompt, span: Span, lineage: Lineage) -> ChunkHeader:
 
 
 def _link(
-    sequence: Prompt, segment: Segment, plan: ReusePlan, source: ChunkHeader, cache: Cache, layout: KVLayout
+    sequence: Prompt,
+    segment: Segment,
+    plan: ReusePlan,
+    source: ChunkHeader,
+    cache: Cache,
+    layout: KVLayout,
+    correction: Correction | None,
 ) -> ChunkKV:
     span = segment.span
     inside = plan.repaired[(plan.repaired >= span.start) & (plan.repaired < span.stop)]
@@ -104,22 +109,22 @@ def _link(
         Lineage.APPROXIMATE,
         source=Link(source.record_id, segment.offset),
         rows=(inside - span.start).astype(np.int32),
+        corrected=correction is not None,
     )
-    return ChunkKV(header, _gather_rows(inside, cache, layout))
+    own = _gather_rows(inside, cache, layout)
+    return ChunkKV(header, own if correction is None else _with_correction(own, correction, span))
 
 
-def _corrected(link: ChunkKV, correction: Correction) -> ChunkKV:
-    """The link with one row more: what was added to the chunk's other rows."""
-    number = correction.chunks.index(link.header.span)
-    pairs = zip(link.payload, correction.added, strict=True)
-    payload = tuple(
+def _with_correction(own: tuple[LayerKV, ...], correction: Correction, chunk: Span) -> tuple[LayerKV, ...]:
+    """A link's rows and one more: what was added to the chunk's other rows."""
+    number = correction.chunks.index(chunk)
+    return tuple(
         LayerKV(
-            torch.cat([own.keys, added.keys[:, :, number : number + 1]], 2),
-            torch.cat([own.values, added.values[:, :, number : number + 1]], 2),
+            torch.cat([rows.keys, added.keys[:, :, number : number + 1]], 2),
+            torch.cat([rows.values, added.values[:, :, number : number + 1]], 2),
         )
-        for own, added in pairs
+        for rows, added in zip(own, correction.added, strict=True)
     )
-    return ChunkKV(replace(link.header, corrected=True), payload)
 
 
 def _gather_rows(

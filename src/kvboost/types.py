@@ -80,6 +80,8 @@ class ChunkHeader:
     source: Link | None = None  # set: rows come from there, shifted, except the `rows` that this record holds
     rows: Int32Array | None = None  # with `source`: offsets of the rows in the payload, sorted
     corrected: bool = False  # with `source`: the payload's last row is added to all rows that it does not hold
+    codec: str = "none"  # how the payload is kept: none, int8, k8v4
+    cost_s: float = 0.0  # what computing the rows took
 
     @property
     def record_id(self) -> bytes:
@@ -104,13 +106,28 @@ class LayerKV:
     keys: torch.Tensor
     values: torch.Tensor
 
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name."""
+        return {"keys": self.keys, "values": self.values}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedKV:
+    """Keys and values of one group of layers as `kvboost.codec` packed them: its tensors by name."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name."""
+        return self.tensors
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """A stored chunk: its header and one `LayerKV` per layer group of the model, in the model's dtype."""
+    """A stored chunk: its header and, per layer group of the model, a `LayerKV`, or a `PackedKV` if it has a codec."""
 
     header: ChunkHeader
-    payload: tuple[LayerKV, ...]
+    payload: tuple[LayerKV | PackedKV, ...]
 
     @property
     def num_rows(self) -> int:
@@ -120,7 +137,7 @@ class ChunkKV:
     @property
     def num_bytes(self) -> int:
         """Bytes that the chunk occupies: payload, tokens, names, and a flat allowance for Python objects."""
-        tensors = sum(t.numel() * t.element_size() for g in self.payload for t in (g.keys, g.values))
+        tensors = sum(t.numel() * t.element_size() for group in self.payload for t in group.named().values())
         names = 32 * (len(self.header.anchors) + len(self.header.context) + 6)
         return tensors + self.header.tokens.nbytes + names + 1024
 

@@ -94,10 +94,11 @@ def _load(kv: KVBoost, context: int, num_tokens: int) -> float:
     layout = kv.support.require_layout()
     key = ChunkKey(_RECORD, _RECORD)
     header = ChunkHeader(key, b"", context, np.arange(num_tokens, dtype=np.int32), Lineage.BIT_EXACT)
-    record = ChunkKV(header, layout.allocate(num_tokens))
-    for group in record.payload:
+    payload = layout.allocate(num_tokens)
+    for group in payload:
         group.keys.fill_(0.5)
         group.values.fill_(0.5)
+    record = ChunkKV(header, payload)
     plan = ReusePlan(num_tokens, (Segment(Span(0, num_tokens), Kind.MOVED, _RECORD, 0, context),))
     began = time.perf_counter()
     load_rows(plan, {_RECORD: record}, layout, 0, num_tokens)
