@@ -33,6 +33,7 @@ DOCUMENTS = 5
 DOCUMENT_TOKENS = 160
 SPLITS = {"tune": 40, "calibrate": 40, "test": 200}
 CONTEXTS = ("isolated", "related", "unrelated")
+HEAD = "head"  # a capture context beside the committed three: the same documents in the same order, behind another line
 SYSTEM = (
     "You are a careful assistant. Several documents follow, each behind a line of dashes. Read all of them with "
     "care, then answer the question that stands at the end. Answer in one or two short sentences.\n\n"
@@ -226,6 +227,8 @@ class Reader:
         others = [self.document(case.kind, n) for n in case.others]
         if context == "isolated":
             return [torch.cat([self.system, d], 1) for d in documents]
+        if context == HEAD:
+            return [torch.cat([self.head("of yesterday"), *(documents[i] for i in case.order)], 1)]
         if context == "related":
             together = [others[2], *(documents[i] for i in case.captured)]
             return [torch.cat([self.head("of yesterday"), *together], 1)]

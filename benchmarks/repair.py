@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gemma", action="store_true", help="Gemma 3 270M instead of SmolLM2-135M-Instruct")
     parser.add_argument("--kinds", nargs="+", default=list(cells.KINDS), choices=cells.KINDS)
-    parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=cells.CONTEXTS)
+    parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=[*cells.CONTEXTS, cells.HEAD])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--split", default="test", choices=list(cells.SPLITS))
     parser.add_argument("--limit", type=int, help="cases per kind")

@@ -15,7 +15,7 @@ from kvboost.config import Settings
 from kvboost.repair import gate
 from kvboost.repair.gate import Signs, bound, estimate
 from kvboost.stats import Backoff
-from kvboost.types import Kind, Lineage
+from kvboost.types import Kind, Lineage, ReusePlan
 from scenario import SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
 
 pytestmark = pytest.mark.smoke
@@ -90,10 +90,18 @@ def test_no_sign_counts_against_its_meaning(attended: float, unexplained: float,
 
 
 def test_budgets_grow_from_what_is_set() -> None:
-    assert gate.budgets(Settings(fidelity="fast")) == (0.05, 0.15, 0.4)
-    assert gate.budgets(Settings(fidelity="balanced")) == (0.15, 0.4)
-    assert gate.budgets(Settings(fidelity="fast", recompute_ratio=0.2)) == (0.2, 0.4)
-    assert gate.budgets(Settings(recompute_ratio=1.0)) == (1.0,)
+    plan = ReusePlan.nothing(9)
+    assert gate.budgets(Settings(fidelity="fast"), plan) == (0.05, 0.15, 0.4)
+    assert gate.budgets(Settings(fidelity="balanced"), plan) == (0.15, 0.4)
+    assert gate.budgets(Settings(fidelity="fast", recompute_ratio=0.2), plan) == (0.2, 0.4)
+    assert gate.budgets(Settings(recompute_ratio=1.0), plan) == (1.0,)
+
+
+def test_text_behind_its_old_context_begins_with_the_smallest_budget() -> None:
+    kv = warmed()
+    head_changed, reordered = kv.plan(join(random_ids(6, seed=9), prompt("0123"))), kv.plan(MOVED)
+    assert head_changed.familiarity > gate.FAMILIAR > reordered.familiarity
+    assert gate.budgets(Settings(), head_changed)[0] < gate.budgets(Settings(), reordered)[0]
 
 
 @pytest.mark.parametrize("strategy", ["none", "epic"])

@@ -39,7 +39,19 @@ def test_a_check_measures_the_distance_from_a_full_prefill(kv: KVBoost) -> None:
     assert kv.shadow.stats().checks == 1
 
 
-def test_only_requests_with_moved_rows_are_checked_and_only_the_share_that_is_set(
+def test_a_continued_prefix_is_checked_for_what_it_inherits(kv: KVBoost) -> None:
+    first = greedy(kv.generate, prompt("3120"), 1)
+    first.shadow.result(30)
+    longer = join(prompt("3120"), random_ids(12, seed=5))
+    out = greedy(kv.generate, longer)
+    assert out.report.continued_tokens > 100
+    assert out.report.moved_tokens == 0
+    expected = compare(plain_logits(kv.model, longer, 1)[0], logits(out.output)[0], 0.1)
+    assert out.shadow.result(30).kl == pytest.approx(expected.kl, rel=1e-2, abs=1e-7)
+    assert expected.kl > 0
+
+
+def test_only_requests_with_inexact_rows_are_checked_and_only_the_share_that_is_set(
     kv: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert greedy(kv.generate, prompt("0123"), 1).shadow is None, "an exact hit needs no check"
@@ -54,11 +66,12 @@ def test_a_tail_beyond_the_bound_suspends_moved_reuse_until_it_is_resumed(
     monkeypatch.setenv("KVBOOST_RISK_BOUND", "1e-9")
     for order in ORDERS[:3]:
         greedy(kv.generate, prompt(order), 1).shadow.result(30)
-    assert "moved reuse is suspended" in (kv.shadow.suspended or "")
+    assert "inexact reuse is suspended" in (kv.shadow.suspended or "")
     assert any("suspended" in record.message for record in caplog.records)
     after = greedy(kv.generate, prompt("3210"), 1)
     assert after.report.moved_tokens == 0
     assert after.report.exact_tokens == 40, "exact reuse goes on"
+    assert greedy(kv.generate, prompt(ORDERS[0]), 1).report.continued_tokens == 0, "what was moved before is not served"
     kv.shadow.resume()
     assert greedy(kv.generate, join(random_ids(3, seed=4), prompt("2103")), 1).report.moved_tokens > 0
 

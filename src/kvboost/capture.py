@@ -18,10 +18,8 @@ import torch
 from kvboost.hf.compat import Cache
 from kvboost.hf.correction import Correction
 from kvboost.hf.layout import KVLayout
-from kvboost.planning import Find, Prompt, known_until
+from kvboost.planning import MAX_CONTEXT, Find, Prompt, known_until
 from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, Kind, LayerKV, Lineage, Link, ReusePlan, Segment, Span
-
-MAX_CONTEXT = 64  # chunks before a chunk that are remembered as its context
 
 
 def make_records(

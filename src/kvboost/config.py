@@ -41,7 +41,7 @@ class Settings(BaseModel):
         None, ge=0, description="Largest estimated KL (nat per token) that is served; replaces the bound of `fidelity`."
     )
     shadow_share: float = Field(
-        0.0, ge=0, le=1, description="Share of the requests with moved text that are checked afterwards in full."
+        0.0, ge=0, le=1, description="Share of the requests with inexact rows that are checked in full afterwards."
     )
     recompute_strategy: Literal["none", "selective", "cacheblend", "epic", "guided"] = Field(
         "guided", description="Which rows of moved text are recomputed."

@@ -31,7 +31,7 @@ from kvboost.hf import compat, generation
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
 from kvboost.hf.loading import check_tokenizer, load_model
-from kvboost.hf.prefill import continuation_logits, model_lock, stock_prefill
+from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, stock_prefill
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
@@ -40,7 +40,7 @@ from kvboost.repair.gate import bound
 from kvboost.shadow import Shadow, ShadowResult
 from kvboost.stats import Backoff, EngineStats, InFlight
 from kvboost.store import MemoryTier, Tier
-from kvboost.types import ChunkHeader, ChunkKV, Int32Array, ReusePlan, ReuseReport
+from kvboost.types import ChunkHeader, ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
 
@@ -260,6 +260,7 @@ class KVBoost:
             prefilled = None if refusal is not None else self._try_prefill(input_ids, settings)
             if prefilled is None:
                 return self._serve_plain(input_ids, kwargs, refusal or CACHE_FAILED, clock, started)
+            drawn = self._drawn_logits(prefilled.filled, input_ids, settings)
             output = self.plain_generate(
                 inputs=input_ids,
                 **{compat.CACHE_ARGUMENT: prefilled.filled.cache},
@@ -267,7 +268,7 @@ class KVBoost:
             )
             first_token_at = clock.first_token_at or time.perf_counter()
             report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
-        shadow = self._shadow_check(prefilled.filled, input_ids, settings)
+        shadow = None if drawn is None else self.shadow.offer(input_ids, drawn, bound(settings))
         return _Served(output, report, prefilled.filled.plan, shadow)
 
     def _serve_plain(
@@ -385,11 +386,15 @@ class KVBoost:
 
     # --- shadow verification ----------------------------------------------------------------------------------------
 
-    def _shadow_check(self, filled: Filled, input_ids: torch.Tensor, settings: Settings) -> Future[ShadowResult] | None:
-        """Draws a request with moved rows for a check, as often as `shadow_share` says."""
-        if filled.logits is None or random.random() >= settings.shadow_share:
+    def _drawn_logits(self, filled: Filled, input_ids: torch.Tensor, settings: Settings) -> torch.Tensor | None:
+        """Logits [V] of the last token of a request with inexact rows that is drawn for a check; else None."""
+        inexact = filled.plan.count(Kind.MOVED) + filled.plan.count(Kind.CONTINUED)
+        if not inexact or random.random() >= settings.shadow_share:
             return None
-        return self.shadow.offer(input_ids, filled.logits, bound(settings))
+        if filled.logits is not None:
+            return filled.logits
+        with model_lock(self.model):
+            return peek_logits(self.model, input_ids, filled.cache)
 
     def _prefill_in_full(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [V] of the last token by stock forwards in blocks; requests come first between two blocks."""
@@ -428,8 +433,8 @@ class KVBoost:
 
     def _limits(self, settings: Settings, num_tokens: int, *, trying_moved: bool = True) -> Limits:
         return Limits(
-            exact_only=settings.exact_only,
-            allow_moved=self.support.allows_moved(num_tokens) and self.shadow.suspended is None and trying_moved,
+            exact_only=settings.exact_only or self.shadow.suspended is not None,
+            allow_moved=self.support.allows_moved(num_tokens) and trying_moved,
             min_run_tokens=settings.min_run_tokens,
             min_moved_share=settings.min_moved_share,
             min_prefix_share=settings.min_prefix_share,

@@ -1,7 +1,7 @@
-"""Shadow verification: a share of the requests with moved rows is prefilled in full afterwards, and compared.
+"""Shadow verification: a share of the requests with inexact rows is prefilled in full afterwards, and compared.
 
 One worker thread, at low priority: it computes in blocks, gives way to requests between them, and keeps a short queue
-that rather drops a check than delays an answer. What it measures decides whether moved reuse goes on.
+that rather drops a check than delays an answer. What it measures decides whether inexact reuse goes on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shadow:
 
     @property
     def suspended(self) -> str | None:
-        """Why moved rows must not be served now, or None."""
+        """Why inexact rows must not be served now, or None."""
         return self._suspended
 
     def offer(self, input_ids: torch.Tensor, logits: torch.Tensor, bound: float) -> Future[ShadowResult] | None:
@@ -73,7 +73,7 @@ class Shadow:
             return self._workers.submit(self._check, input_ids, logits, bound)
 
     def resume(self) -> None:
-        """Forgets what was measured and lets moved rows be served again."""
+        """Forgets what was measured and lets inexact rows be served again."""
         with self._lock:
             self._recent.clear()
             self._suspended = None
@@ -116,7 +116,7 @@ class Shadow:
         over = float(np.quantile([r.kl - r.bound for r in self._recent], 0.95))
         if over > 0:
             self._suspended = (
-                f"moved reuse is suspended: the p95 of the last {len(self._recent)} shadow checks (KL of the first "
+                f"inexact reuse is suspended: the p95 of the last {len(self._recent)} shadow checks (KL of the first "
                 f"token) is {over:.3g} nat above its bound; exact reuse goes on. See what changed, then call resume()"
             )
             logger.error(self._suspended)

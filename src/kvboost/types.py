@@ -152,6 +152,7 @@ class Segment:
     offset: int = 0
     source_position: int = 0  # position of the first row as computed
     joined: bool = False  # MOVED: stood directly behind the previous segment when captured, so no seam between them
+    familiar: float = 0.0  # MOVED: of all tokens before it when captured or now, the share that is common to both
 
     @property
     def shift(self) -> int:
@@ -212,6 +213,12 @@ class ReusePlan:
             needed[span.start : span.stop] = True
         needed[self.repaired] = True
         return np.flatnonzero(needed[:stop]).astype(np.int32)
+
+    @property
+    def familiarity(self) -> float:
+        """How much of the context of moved rows is what they were captured behind, in the mean over the rows."""
+        moved = [s for s in self.segments if s.kind is Kind.MOVED]
+        return sum(s.familiar * len(s.span) for s in moved) / max(1, sum(len(s.span) for s in moved))
 
     @property
     def runs(self) -> list[Span]:

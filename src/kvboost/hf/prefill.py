@@ -38,3 +38,14 @@ def continuation_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: 
     with torch.no_grad():
         logits: torch.Tensor = compat.forward(model, cache, input_ids=input_ids).logits[0]
     return logits.float()
+
+
+def peek_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """Logits of the last of the tokens `input_ids` [1, T], of which `cache` holds the first: float32 [V].
+
+    The cache is left as it was.
+    """
+    held = cache.get_seq_length()
+    last = continuation_logits(model, input_ids[:, held:], cache)[-1]
+    cache.crop(held - input_ids.shape[1])
+    return last

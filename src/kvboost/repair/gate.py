@@ -18,13 +18,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from kvboost.config import Settings
+from kvboost.types import ReusePlan
 
 FLOOR = 1e-4  # of every sign: a smaller one says no more
 INTERCEPT = 2.83
 WEIGHTS: Mapping[str, float] = {"attended": 1.22, "unexplained": 0.99}
 BOUNDS: Mapping[str, float] = {"balanced": 0.08, "fast": 0.3}
-BUDGETS: Mapping[str, tuple[float, ...]] = {"balanced": (0.15, 0.4), "fast": (0.05, 0.15, 0.4)}
+BUDGETS: Mapping[str, tuple[float, ...]] = {
+    "familiar": (0.03, 0.15, 0.4),
+    "balanced": (0.15, 0.4),
+    "fast": (0.05, 0.15, 0.4),
+}
 """Shares of the moved rows that are tried one after the other while the estimate is above the bound."""
+FAMILIAR = 0.5
+"""From this share of common context on, moved text stands behind what it was computed behind: only a line at the head
+changed, say. Whatever the fidelity, little is tried first then. Reordered documents come to 0.4 at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +52,10 @@ def bound(settings: Settings) -> float:
     return BOUNDS[settings.fidelity] if settings.risk_bound is None else settings.risk_bound
 
 
-def budgets(settings: Settings) -> tuple[float, ...]:
+def budgets(settings: Settings, plan: ReusePlan) -> tuple[float, ...]:
     """The first budget of the settings, and what is tried above the bound."""
-    ladder = BUDGETS.get(settings.fidelity, BUDGETS["balanced"])
+    name = "familiar" if plan.familiarity >= FAMILIAR else settings.fidelity
+    ladder = BUDGETS.get(name, BUDGETS["balanced"])
     first = ladder[0] if settings.recompute_ratio is None else settings.recompute_ratio
     return (first, *(b for b in ladder if b > first))
 

@@ -32,7 +32,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
     """Sample, heads, and the rows of largest attention, within the budget."""
     plan = assembly.plan
     moved = moved_positions(plan)
-    ratio = budgets(settings)[0]
+    ratio = budgets(settings, plan)[0]
     if not len(moved) or ratio in (0, 1):
         return Selection(moved if ratio else no_rows())
     seen = glance(assembly, assembly.positions(question(plan)))

@@ -47,7 +47,7 @@ def mend(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mended:
     means that the largest budget was not enough either, and that the prompt must be prefilled.
     """
     mended = attempt(assembly, strategy, settings)
-    for ratio in gate.budgets(settings)[1:]:
+    for ratio in gate.budgets(settings, assembly.plan)[1:]:
         if mended.risk is None or mended.risk <= gate.bound(settings):
             break
         larger = settings.model_copy(update={"recompute_ratio": ratio})
