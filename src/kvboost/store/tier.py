@@ -13,10 +13,19 @@ MAX_LISTED = 64  # headers returned per name, the most recently used first
 
 
 class Lease:
-    """Records that stay in their tier, unchanged, until the lease is closed. A context manager."""
+    """Records that stay in their tier, unchanged, until the lease is closed. A context manager.
 
-    def __init__(self, records: Mapping[bytes, ChunkKV], release: Callable[[], None] = lambda: None) -> None:
+    `tiers` tells by record id which tier served a record, where a store has several.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[bytes, ChunkKV],
+        release: Callable[[], None] = lambda: None,
+        tiers: Mapping[bytes, str] | None = None,
+    ) -> None:
         self.records = records
+        self.tiers: Mapping[bytes, str] = tiers or {}
         self._release = release
 
     def __enter__(self) -> Lease:
@@ -38,6 +47,8 @@ class TierStats:
     entries: int
     pinned_entries: int
     evictions: Mapping[str, int] = field(default_factory=dict)  # by reason
+    errors: Mapping[str, int] = field(default_factory=dict)  # by kind; each was answered as a miss
+    pending_bytes: int = 0  # waiting to be written to lower tiers, and held by no tier
 
 
 class Tier(Protocol):
@@ -67,3 +78,8 @@ class Tier(Protocol):
     def stats(self) -> TierStats:
         """A consistent snapshot."""
         ...
+
+
+def is_truer(new: ChunkHeader, old: ChunkHeader) -> bool:
+    """A better lineage wins; between equals, own rows win over a link to another record's."""
+    return (new.lineage, new.source is None) > (old.lineage, old.source is None)
