@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -38,6 +38,7 @@ class TierStats:
     entries: int
     pinned_entries: int
     evictions: Mapping[str, int] = field(default_factory=dict)  # by reason
+    errors: Mapping[str, int] = field(default_factory=dict)  # by kind; each was a miss, or a record not kept
 
 
 class Tier(Protocol):
@@ -66,4 +67,31 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats:
         """A consistent snapshot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """What a lasting tier knows of one record without reading its payload."""
+
+    record_id: bytes
+    header: ChunkHeader | None  # None: damaged
+    num_bytes: int
+    hits: int = 0
+    used_at_s: float = 0.0  # Unix time of the last use, or of the writing
+
+
+class LastingTier(Tier, Protocol):
+    """A tier whose records outlive the process, as sealed bytes (`kvboost.store.records`) that tools may look into."""
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Every record, damaged ones too, in no particular order."""
+        ...
+
+    def sealed(self, record_id: bytes) -> bytes | None:
+        """A record's bytes as they are stored, unchecked; None if it is gone or cannot be read. Is not counted as use."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is pending. Afterwards every call is a miss."""
         ...
