@@ -89,7 +89,7 @@ class LastingTier(Tier, Protocol):
         ...
 
     def sealed(self, record_id: bytes) -> bytes | None:
-        """A record's bytes as they are stored, unchecked; None if it is gone or cannot be read. Is not counted as use."""
+        """A record's bytes as stored, unchecked and not counted as use; None if it is gone or cannot be read."""
         ...
 
     def close(self) -> None:
