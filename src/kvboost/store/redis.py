@@ -12,7 +12,6 @@ by whoever meets them.
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -28,10 +27,8 @@ from kvboost.store.records import Seal, pack, unpack, unpack_header
 from kvboost.store.redis_books import Books
 from kvboost.store.redis_client import Line, connect
 from kvboost.store.redis_wire import Wire
-from kvboost.store.tier import Lease, TierStats, is_truer
+from kvboost.store.tier import Lease, StoredRecord, TierStats, is_truer
 from kvboost.types import ChunkHeader, ChunkKV
-
-logger = logging.getLogger(__name__)
 
 TTL_S = 7 * 86400.0
 TIMEOUT_S = 0.25
@@ -90,7 +87,7 @@ class RedisTier:
         client = connect(url, timeout_s=timeout_s, username=username, password=password, ca_file=ca_file)
         self._line = Line(client, timeout_s, breaker or Breaker())
         self._books = Books(client, prefix.encode(), bytes_limit, ttl_s, clock)
-        self._wire = Wire(client, prefix.encode(), ttl_s, self._books, clock, self._line.count)
+        self._wire = Wire(client, prefix.encode(), ttl_s, self._books, clock, self._line.note)
         self._seal = seal
         self._headers: Recent[ChunkHeader] = Recent(HEADERS_KEPT, HEADERS_KEPT_S)
         self._touched: Recent[None] = Recent(1 << 16, touch_s)
@@ -157,8 +154,27 @@ class RedisTier:
         evictions, errors = self._books.evictions, self._line.errors
         return TierStats(self.name, num_bytes, self.bytes_limit or 0, entries, 0, evictions, errors)
 
+    def records(self) -> Iterator[StoredRecord]:
+        """See `LastingTier.records`. Ends early if the server fails; its hits are not counted."""
+        cursor = 0
+        while (page := self._call(partial(self._books.page, cursor), None)) is not None:
+            cursor, entries = page
+            heads = self._call(partial(self._wire.heads, [i for i, _, _ in entries]), dict[bytes, bytes | None]())
+            headers = self._sound(heads)
+            for record_id, num_bytes, used_at_s in entries:
+                if heads.get(record_id) is not None:  # else it has expired
+                    yield StoredRecord(record_id, headers.get(record_id), num_bytes, used_at_s=used_at_s)
+            if not cursor:
+                return
+
+    def sealed(self, record_id: bytes) -> bytes | None:
+        """See `LastingTier.sealed`."""
+        fields = self._call(partial(self._wire.load, [record_id]), [(None, None)], _more_s(MAX_RECORD_BYTES))
+        head, body = fields[0]
+        return None if head is None or body is None else head + body
+
     def close(self) -> None:
-        """Closes the connections; a later call opens new ones."""
+        """Closes the connections. Afterwards every call is a miss."""
         self._line.close()
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -186,7 +202,7 @@ class RedisTier:
             if header.record_id != record_id:
                 raise DamagedRecord("a record lies under the id of another")
         except DamagedRecord as error:
-            self._damaged(error)
+            self._line.note("damaged", error)
             return None
         return header
 
@@ -209,7 +225,7 @@ class RedisTier:
             if header is not None:
                 return unpack(bytearray().join((head, body)), self._seal)
         except DamagedRecord as error:
-            self._damaged(error)
+            self._line.note("damaged", error)
             self.delete([record_id])
         self._headers.forget([record_id])
         return None
@@ -233,12 +249,11 @@ class RedisTier:
         try:
             data = memoryview(pack(record, self._seal))
         except KVBoostError as error:
-            logger.warning("a record cannot be kept in Redis: %s", error)
-            self._line.count("unfit")
+            self._line.note("unfit", error)
             return False
         size = len(data) + NAME_BYTES * len(header.names())
         if size > min(MAX_RECORD_BYTES, self.bytes_limit or MAX_RECORD_BYTES):
-            self._line.count("unfit")
+            self._line.note("unfit", f"a record of {size} bytes is larger than what may be kept")
             return False
         growth = self._call(lambda: self._books.make_room(header.record_id, size), None)
         if growth is None:
@@ -293,10 +308,6 @@ class RedisTier:
             deleted += of_page
             if not cursor:
                 return deleted
-
-    def _damaged(self, error: DamagedRecord) -> None:
-        self._line.count("damaged")
-        logger.warning("a record in Redis is not used: %s", error)
 
 
 def _more_s(num_bytes: int) -> float:

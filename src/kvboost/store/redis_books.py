@@ -55,6 +55,12 @@ class Books:
         num_bytes, entries = pipe.execute()
         return max(0, int(num_bytes or 0)), int(entries)
 
+    def page(self, cursor: int) -> tuple[int, list[tuple[bytes, int, float]]]:
+        """Some records as (id, bytes, Unix time of the last use), and where to go on; 0: nowhere. Two round trips."""
+        cursor, used = self._client.zscan(self._used, cursor, count=PAGE)
+        sizes = self._client.hmget(self._sizes, [i for i, _ in used]) if used else []
+        return int(cursor), [(i, int(size or 0), at) for (i, at), size in zip(used, sizes, strict=True)]
+
     def make_room(self, record_id: bytes, size: int) -> int | None:
         """Evicts until a record of `size` bytes fits; by how much it makes the sum grow. `None`: there is no room."""
         if self._limit is not None and size > self._limit:

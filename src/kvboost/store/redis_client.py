@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -12,11 +9,10 @@ from urllib.parse import urlsplit
 from kvboost.errors import SettingsError
 from kvboost.store.breaker import Breaker
 from kvboost.store.lane import Lane
+from kvboost.store.trouble import Trouble
 
 if TYPE_CHECKING:
     import redis
-
-logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'kvboost[redis]'"
 PEER_FAILED = frozenset({"timeout", "unreachable", "refused"})  # open the breaker; the others concern one call
@@ -89,56 +85,50 @@ class Line:
     """Calls to one server, each bounded in time and answered whatever happens. Thread-safe."""
 
     def __init__(self, client: redis.Redis, timeout_s: float, breaker: Breaker) -> None:
-        self.client = client
-        self.timeout_s = timeout_s
+        self._client = client
+        self._timeout_s = timeout_s
         self._breaker = breaker
         self._lane = Lane("kvboost-redis")
-        self._lock = threading.Lock()
-        self._errors: Counter[str] = Counter()
-        self._silent = False  # logged once, until it answers again
+        self._trouble = Trouble("redis")
+        self._closed = False
 
     @property
     def errors(self) -> Mapping[str, int]:
         """Failures by kind; `open` are calls that were not tried."""
-        with self._lock:
-            return dict(self._errors)
+        return self._trouble.counts()
 
-    def count(self, kind: str, times: int = 1) -> None:
-        """Counts failures that the caller found in an answer."""
-        with self._lock:
-            self._errors[kind] += times
+    def note(self, kind: str, message: object) -> None:
+        """Counts, and now and then logs, what the caller found in an answer."""
+        self._trouble.note(kind, message)
 
     def call(self, action: Callable[[], T], otherwise: T, more_s: float = 0.0) -> T:
         """What `action` returns; `otherwise` if it fails, takes longer than the timeout and `more_s`, or is not tried.
 
         `action` runs in another thread, and goes on there if it is too late: it must not touch what the caller uses.
         """
-        if not self._breaker.allows():
-            self.count("open")
+        if self._closed or not self._breaker.allows():
+            kind = "closed" if self._closed else "open"
+            self._trouble.note(kind, f"calls to {address(self._client)} are not tried")
             return otherwise
         try:
-            answer = self._lane.run(action, self.timeout_s + more_s)
+            answer = self._lane.run(action, self._timeout_s + more_s)
         except Exception as error:
             self._failed(error)
             return otherwise
         self._breaker.succeeded()
-        self._silent = False
         return answer
 
     def close(self) -> None:
-        """Closes the connections; a later call opens new ones."""
-        self.client.connection_pool.disconnect()
+        """Closes the connections. Afterwards no call is tried."""
+        self._closed = True
+        self._client.connection_pool.disconnect()
 
     def _failed(self, error: Exception) -> None:
         kind = kind_of(error)
-        self.count(kind)
+        self._trouble.note(kind, f"{address(self._client)} failed: {type(error).__name__}")
         if kind not in PEER_FAILED:
             self._breaker.succeeded()  # it did answer
-            logger.debug("Redis at %s: %s: %s", address(self.client), kind, error)
             return
         self._breaker.failed()
-        if not self._silent:
-            self._silent = True
-            logger.warning("Redis at %s: %s (%s); doing without it", address(self.client), kind, type(error).__name__)
         if kind == "timeout":
-            self.client.connection_pool.disconnect()  # whoever still waits for an answer stops waiting
+            self._client.connection_pool.disconnect()  # whoever still waits for an answer stops waiting

@@ -29,7 +29,7 @@ HEAD, PAYLOAD = b"h", b"p"
 class Wire:
     """The commands under one prefix. Each method is one round trip, unless it says otherwise, and raises what fails.
 
-    `count` is told the kind of every command that failed alone, in a pipeline whose other commands did not.
+    `note` is told the kind of every command that failed alone, in a pipeline whose other commands did not.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Wire:
         ttl_s: float,
         books: Books,
         clock: Callable[[], float],
-        count: Callable[[str], None],
+        note: Callable[[str, object], None],
     ) -> None:
         self._client: Any = client  # its type hints mix those of the asynchronous client
         self._prefix = prefix
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._books = books
         self._clock = clock
-        self._count = count
+        self._note = note
 
     def listed(self, names: Sequence[bytes]) -> dict[bytes, list[bytes]]:
         """Ids listed under each name, the last used first."""
@@ -131,7 +131,7 @@ class Wire:
                 kind = kind_of(reply)
                 if kind in PEER_FAILED:
                     raise reply
-                self._count(kind)
+                self._note(kind, f"a command failed: {type(reply).__name__}")
                 replies[at] = otherwise
         return replies
 

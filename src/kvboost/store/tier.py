@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -47,7 +47,7 @@ class TierStats:
     entries: int
     pinned_entries: int
     evictions: Mapping[str, int] = field(default_factory=dict)  # by reason
-    errors: Mapping[str, int] = field(default_factory=dict)  # by kind; each was answered as a miss
+    errors: Mapping[str, int] = field(default_factory=dict)  # by kind; each was a miss, or a record not kept
     pending_bytes: int = 0  # waiting to be written to lower tiers, and held by no tier
 
 
@@ -77,6 +77,33 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats:
         """A consistent snapshot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """What a lasting tier knows of one record without reading its payload."""
+
+    record_id: bytes
+    header: ChunkHeader | None  # None: damaged
+    num_bytes: int
+    hits: int = 0
+    used_at_s: float = 0.0  # Unix time of the last use, or of the writing
+
+
+class LastingTier(Tier, Protocol):
+    """A tier whose records outlive the process, as sealed bytes (`kvboost.store.records`) that tools may look into."""
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Every record, damaged ones too, in no particular order."""
+        ...
+
+    def sealed(self, record_id: bytes) -> bytes | None:
+        """A record's bytes as stored, unchecked and not counted as use; None if it is gone or cannot be read."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is pending. Afterwards every call is a miss."""
         ...
 
 
