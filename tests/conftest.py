@@ -8,7 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing i
 
 import logging
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from kvboost.errors import ModelError
 from kvboost.hf import embedded
+from redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_SHARED_DATA = "the data folder shared/data, beside the repository, is absent"
@@ -105,3 +106,11 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(NO_SHARED_DATA)
     return path
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server for all tests that leave it as it is; they keep apart by prefixes of their own."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()

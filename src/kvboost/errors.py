@@ -4,7 +4,8 @@
     ├── SettingsError      a setting has a value that cannot be honoured (also a ValueError)
     ├── InputError         a prompt, message list or document cannot be used (also a ValueError)
     ├── ModelError         a model or tokenizer cannot be loaded or does not fit the other
-    └── UnsupportedModel   a model cannot serve a kind of reuse; never leaves the engine, it becomes a fallback reason
+    ├── UnsupportedModel   a model cannot serve a kind of reuse; never leaves the engine, it becomes a fallback reason
+    └── DamagedRecord      bytes are not the record that was packed; never leaves a store, it becomes a miss
 
 A request never fails because the cache does: store and reuse problems fall back to computing and are counted.
 """
@@ -28,3 +29,7 @@ class ModelError(KVBoostError):
 
 class UnsupportedModel(KVBoostError):
     """The model cannot serve a kind of reuse. `args[0]` is the reason that a user reads."""
+
+
+class DamagedRecord(KVBoostError):
+    """Bytes are not a record as it was packed and sealed: damaged, cut, forged, or of another format or secret."""

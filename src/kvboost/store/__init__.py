@@ -2,5 +2,6 @@
 
 from kvboost.store.memory import MemoryTier
 from kvboost.store.tier import Lease, Tier, TierStats
+from kvboost.store.tiered import TieredStore
 
-__all__ = ["Lease", "MemoryTier", "Tier", "TierStats"]
+__all__ = ["Lease", "MemoryTier", "Tier", "TierStats", "TieredStore"]

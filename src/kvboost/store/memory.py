@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvboost.store.heap import return_free_pages
-from kvboost.store.tier import MAX_LISTED, Lease, TierStats
+from kvboost.store.tier import MAX_LISTED, Lease, TierStats, is_truer
 from kvboost.types import ChunkHeader, ChunkKV
 
 TRIM_BYTES = 8 << 20  # evicted bytes after which free pages go back; a trim costs some milliseconds
@@ -27,6 +27,7 @@ class MemoryTier:
         self._named: dict[bytes, OrderedDict[bytes, None]] = {}  # name -> record ids, least recently used first
         self._pins: Counter[bytes] = Counter()
         self._doomed: set[bytes] = set()  # deleted while leased
+        self._successors: dict[bytes, ChunkKV] = {}  # compacted while leased
         self._bytes_used = 0
         self._freed_bytes = 0  # by evictions since free pages were last returned
         self._evictions: Counter[str] = Counter()
@@ -65,6 +66,32 @@ class MemoryTier:
                 self._drop(record_id, "invalidated")
             return len(doomed)
 
+    def holds(self, record: ChunkKV) -> bool:
+        """True if this very object is kept, so that its bytes are counted here. Does not mark it as used."""
+        with self._lock:
+            return self._records.get(record.header.record_id) is record
+
+    def compact(self, record: ChunkKV, original: ChunkKV | None = None) -> bool:
+        """Replaces the record of the same identity by this smaller form of it, although it may be less true.
+
+        Its rank among the others stays. A leased one is replaced when its lease is closed. False, and nothing changes,
+        if the record is gone, or would grow, or is no longer the `original` that the smaller form was made of.
+        """
+        with self._lock:
+            record_id = record.header.record_id
+            known = self._records.get(record_id)
+            if known is None or record_id in self._doomed or (original is not None and known is not original):
+                return False
+            if record.num_bytes > known.num_bytes or record.header.names() != known.header.names():
+                return False
+            if self._pins[record_id]:
+                self._successors[record_id] = record
+            else:
+                self._records[record_id] = record
+                self._bytes_used -= known.num_bytes - record.num_bytes
+                self._freed_bytes += known.num_bytes - record.num_bytes
+            return True
+
     def stats(self) -> TierStats:
         """See `Tier.stats`."""
         with self._lock:
@@ -91,7 +118,7 @@ class MemoryTier:
     def _put(self, record: ChunkKV) -> bool:
         record_id, size = record.header.record_id, record.num_bytes
         known = self._records.get(record_id)
-        if known is not None and not _is_truer(record.header, known.header):
+        if known is not None and not is_truer(record.header, known.header):
             self._touch(record_id)
             return False
         if known is not None and self._pins[record_id]:
@@ -160,11 +187,9 @@ class MemoryTier:
                 self._pins[record_id] -= 1
                 if not self._pins[record_id]:
                     del self._pins[record_id]
+                    successor = self._successors.pop(record_id, None)
                     if record_id in self._doomed:
                         self._doomed.discard(record_id)
                         self._drop(record_id, "invalidated")
-
-
-def _is_truer(new: ChunkHeader, old: ChunkHeader) -> bool:
-    """A better lineage wins; between equals, own rows win over a link to another record's."""
-    return (new.lineage, new.source is None) > (old.lineage, old.source is None)
+                    elif successor is not None:
+                        self.compact(successor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -13,10 +13,19 @@ MAX_LISTED = 64  # headers returned per name, the most recently used first
 
 
 class Lease:
-    """Records that stay in their tier, unchanged, until the lease is closed. A context manager."""
+    """Records that stay in their tier, unchanged, until the lease is closed. A context manager.
 
-    def __init__(self, records: Mapping[bytes, ChunkKV], release: Callable[[], None] = lambda: None) -> None:
+    `tiers` tells by record id which tier served a record, where a store has several.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[bytes, ChunkKV],
+        release: Callable[[], None] = lambda: None,
+        tiers: Mapping[bytes, str] | None = None,
+    ) -> None:
         self.records = records
+        self.tiers: Mapping[bytes, str] = tiers or {}
         self._release = release
 
     def __enter__(self) -> Lease:
@@ -38,6 +47,8 @@ class TierStats:
     entries: int
     pinned_entries: int
     evictions: Mapping[str, int] = field(default_factory=dict)  # by reason
+    errors: Mapping[str, int] = field(default_factory=dict)  # by kind; each was a miss, or a record not kept
+    pending_bytes: int = 0  # waiting to be written to lower tiers, and held by no tier
 
 
 class Tier(Protocol):
@@ -67,3 +78,35 @@ class Tier(Protocol):
     def stats(self) -> TierStats:
         """A consistent snapshot."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """What a lasting tier knows of one record without reading its payload."""
+
+    record_id: bytes
+    header: ChunkHeader | None  # None: damaged
+    num_bytes: int
+    hits: int = 0
+    used_at_s: float = 0.0  # Unix time of the last use, or of the writing
+
+
+class LastingTier(Tier, Protocol):
+    """A tier whose records outlive the process, as sealed bytes (`kvboost.store.records`) that tools may look into."""
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Every record, damaged ones too, in no particular order."""
+        ...
+
+    def sealed(self, record_id: bytes) -> bytes | None:
+        """A record's bytes as stored, unchecked and not counted as use; None if it is gone or cannot be read."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is pending. Afterwards every call is a miss."""
+        ...
+
+
+def is_truer(new: ChunkHeader, old: ChunkHeader) -> bool:
+    """A better lineage wins; between equals, own rows win over a link to another record's."""
+    return (new.lineage, new.source is None) > (old.lineage, old.source is None)
