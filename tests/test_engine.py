@@ -259,7 +259,7 @@ def test_observe_reports_what_would_have_hit_and_serves_nothing(model: Any) -> N
 
 
 def _headers(kv: KVBoost) -> list[Any]:
-    return [r.header for r in kv.store._records.values()]  # type: ignore[attr-defined]
+    return [r.header for r in kv.store.tiers[0]._records.values()]  # type: ignore[attr-defined]
 
 
 def test_better_matching_context_wins_between_variants(model: Any) -> None:
@@ -326,9 +326,9 @@ def test_exact_is_never_served_from_a_record_that_was_replaced_meanwhile(model: 
 
     def find_then_degrade(names: Any) -> Any:
         found = find(names)
-        for record_id, record in list(kv.store._records.items()):  # type: ignore[attr-defined]
+        for record_id, record in list(kv.store.tiers[0]._records.items()):  # type: ignore[attr-defined]
             worse = replace(record.header, lineage=Lineage.APPROXIMATE)
-            kv.store._records[record_id] = replace(record, header=worse)  # type: ignore[attr-defined]
+            kv.store.tiers[0]._records[record_id] = replace(record, header=worse)  # type: ignore[attr-defined]
         return found
 
     kv.store.find = find_then_degrade  # type: ignore[method-assign]
@@ -422,7 +422,7 @@ def test_eight_threads_get_right_answers_within_the_byte_budget(model: Any) -> N
     assert not any(t.is_alive() for t in threads), "deadlock"
     assert not failures
     assert not over.is_set()
-    kv.store.check_integrity()
+    kv.store.tiers[0].check_integrity()
     assert kv.store.stats().evictions, "the budget was never felt"
     assert kv.store.stats().pinned_entries == 0
 

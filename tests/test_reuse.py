@@ -165,4 +165,4 @@ def test_kinds_sum_to_the_prompt_on_every_request(requests: list[list[int]], see
         assert [s.span.start for s in out.plan][1:] == [s.span.stop for s in out.plan][:-1]
         if fidelity == "exact":
             assert out.report.moved_tokens == out.report.continued_tokens == 0
-    kv.store.check_integrity()
+    kv.store.tiers[0].check_integrity()

@@ -19,7 +19,20 @@ from kvboost.errors import SettingsError
 
 ENV_PREFIX = "KVBOOST_"
 SINK_TOKENS = 32  # rows at these first positions carry the model's attention sink: never moved from, never moved to
-FIXED = frozenset({"cache_bytes"})  # settings that an engine reads once
+FIXED = frozenset(  # settings that an engine reads once, when it is made
+    {
+        "cache_bytes",
+        "kv_cache_size_ratio",
+        "disk_directory",
+        "disk_bytes",
+        "redis_url",
+        "redis_ttl_s",
+        "redis_timeout_s",
+        "redis_ca_file",
+        "encrypt",
+        "write_queue_bytes",
+    }
+)
 
 
 class Settings(BaseModel):
@@ -76,8 +89,30 @@ class Settings(BaseModel):
     )
     chunk_max_tokens: int = Field(256, ge=1, description="Largest chunk.")
     chunk_boundaries: tuple[int, ...] = Field((), description="Token offsets where this request's text is cut first.")
-    cache_bytes: int = Field(
-        2 << 30, ge=0, description="Memory budget, all metadata counted; read when the engine is made."
+    cache_bytes: int | None = Field(
+        None, ge=0, description="Memory budget, all metadata counted; unset: by kv_cache_size_ratio."
+    )
+    kv_cache_size_ratio: float = Field(
+        0.35,
+        ge=0,
+        le=1,
+        description="Memory budget as a share: of the GPU's memory; on a CPU, of what the weights leave.",
+    )
+    disk_directory: str = Field(
+        "", description="Keeps chunks in this directory too, across restarts; shared by processes."
+    )
+    disk_bytes: int = Field(16 << 30, ge=0, description="Size of the disk tier, index counted.")
+    redis_url: SecretStr = Field(
+        SecretStr(""), description="Keeps chunks in this Redis or Valkey too (redis://, rediss://)."
+    )
+    redis_ttl_s: float = Field(7 * 86400.0, gt=0, description="A chunk in Redis goes when it was not used for so long.")
+    redis_timeout_s: float = Field(
+        0.25, gt=0, description="What a request waits for Redis at most, before it computes."
+    )
+    redis_ca_file: str = Field("", description="Certificates that a rediss:// server is checked against.")
+    encrypt: bool = Field(False, description="Encrypt what disk and Redis hold (AES-GCM, key from hash_secret).")
+    write_queue_bytes: int = Field(
+        256 << 20, ge=0, description="Chunks on their way to disk and Redis; more are dropped."
     )
     max_variants: int = Field(4, ge=1, description="Copies of one text, computed in different contexts, that are kept.")
     anchors: bool = Field(True, description="Find moved text by sampled token windows too, not by whole chunks only.")

@@ -11,6 +11,7 @@ import functools
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -26,8 +27,9 @@ from kvboost.capture import make_records
 from kvboost.chunking import Chunker, Separators, make_chunker
 from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
-from kvboost.errors import InputError, SettingsError
+from kvboost.errors import InputError, OutOfMemory, SettingsError
 from kvboost.hf import compat, generation
+from kvboost.hf.budget import DeviceMemory, cache_budget, is_out_of_memory, release_device_memory
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
 from kvboost.hf.loading import check_tokenizer, load_model
@@ -39,7 +41,8 @@ from kvboost.prefilling import Filled, Prefilling
 from kvboost.repair.gate import bound
 from kvboost.shadow import Shadow, ShadowResult
 from kvboost.stats import Backoff, EngineStats, InFlight
-from kvboost.store import MemoryTier, Tier
+from kvboost.store import Tier, TieredStore
+from kvboost.store.opening import open_store
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
@@ -47,6 +50,7 @@ logger = logging.getLogger("kvboost")
 SHADOW_BLOCK_TOKENS = 256  # of a shadow prefill at a time: a request waits for no more than one such block
 SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are running
 CACHE_FAILED = "the cache failed; see the log"
+OUT_OF_MEMORY = "out of memory"
 MAX_CHUNKERS = 8  # kept at a time, one per chunker and sizes that requests ask for
 
 
@@ -73,6 +77,7 @@ class _Prefilled:
     keys: KeySpace
     sources: Mapping[bytes, ChunkHeader]  # headers of the records served
     report: ReuseReport
+    drawn_logits: torch.Tensor | None = None  # float32 [V]: of the last token, if the request is drawn for a check
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,9 @@ class KVBoost:
     ) -> None:
         """Inspects and self-checks `model`, which is not changed.
 
-        `settings` and `flags` are the lowest source of settings above the defaults (see `kvboost.config`). Raises
-        `SettingsError` for an invalid setting, `ModelError` if the tokenizer does not belong to the model.
+        `settings` and `flags` are the lowest source of settings above the defaults (see `kvboost.config`). `store`
+        replaces the tiers that the settings describe. Raises `SettingsError` for an invalid setting, `ModelError` if
+        the tokenizer does not belong to the model.
         """
         given = settings.model_dump(exclude_unset=True) if isinstance(settings, Settings) else dict(settings or {})
         self._flags = {**given, **flags}
@@ -111,7 +117,8 @@ class KVBoost:
         self.tokenizer = tokenizer
         with model_lock(model):
             self.support: ModelSupport = inspect_model(model)
-        self.store: Tier = store or MemoryTier(effective.cache_bytes, max_variants=effective.max_variants)
+        self._owns_store = store is None
+        self.store = _as_tiered(store) or open_store(effective, cache_budget(effective, DeviceMemory.of(model)))
         self.stats = EngineStats()
         self._in_flight = InFlight()
         self._giving_up = Backoff()  # a model whose moved rows are always judged too far off is not tried every time
@@ -237,12 +244,33 @@ class KVBoost:
         return continuation_logits(self.model, following, cache)[-continuation.shape[1] :], report
 
     def invalidate(self) -> int:
-        """Forgets every stored chunk and samples the weights anew; returns how many chunks were dropped.
+        """Forgets every stored chunk and samples the weights anew; returns how many chunks memory dropped.
 
         Needed after weights were changed in a way that torch does not count (through `.data`, or by another library).
+        From now on this engine shares nothing with other processes. What it wrote to slower tiers stays there, out of
+        its own reach: others may use it.
         """
-        self._fingerprint.refresh()
-        return self.store.delete()
+        self._fingerprint.renew()
+        return self.store.tiers[0].delete()
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Waits until what was captured is encoded and in the slower tiers; False if that takes longer."""
+        return self.store.flush(timeout_s)
+
+    def close(self) -> None:
+        """Ends the background work: shadow checks are dropped, what is queued for slower tiers is written.
+
+        A store that was given to the engine stays open.
+        """
+        self.shadow.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> KVBoost:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # --- one request ------------------------------------------------------------------------------------------------
 
@@ -257,19 +285,32 @@ class KVBoost:
         """Prefill over the cache, decode with `model.generate`, store what is new."""
         clock = generation.FirstTokenClock()
         with self._in_flight:
-            prefilled = None if refusal is not None else self._try_prefill(input_ids, settings)
-            if prefilled is None:
-                return self._serve_plain(input_ids, kwargs, refusal or CACHE_FAILED, clock, started)
-            drawn = self._drawn_logits(prefilled.filled, input_ids, settings)
-            output = self.plain_generate(
-                inputs=input_ids,
-                **{compat.CACHE_ARGUMENT: prefilled.filled.cache},
-                **generation.with_clock(_with_mask(input_ids, kwargs), clock),
-            )
+            prefilled = refusal or self._try_prefill(input_ids, settings)
+            output = prefilled if isinstance(prefilled, str) else self._decode(prefilled, input_ids, kwargs, clock)
+            if isinstance(prefilled, str) or isinstance(output, str):
+                return self._serve_plain(input_ids, kwargs, output, clock, started)
             first_token_at = clock.first_token_at or time.perf_counter()
             report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
-        shadow = None if drawn is None else self.shadow.offer(input_ids, drawn, bound(settings))
+        checked = prefilled.drawn_logits
+        shadow = None if checked is None else self.shadow.offer(input_ids, checked, bound(settings))
         return _Served(output, report, prefilled.filled.plan, shadow)
+
+    def _decode(
+        self,
+        prefilled: _Prefilled,
+        input_ids: torch.Tensor,
+        kwargs: Mapping[str, Any],
+        clock: generation.FirstTokenClock,
+    ) -> Any:
+        """What `model.generate` makes of the filled cache; the reason, if memory ran out before the first token."""
+        options = {compat.CACHE_ARGUMENT: prefilled.filled.cache, **_with_mask(input_ids, kwargs)}
+        try:
+            return self.plain_generate(inputs=input_ids, **generation.with_clock(options, clock))
+        except Exception as error:
+            if clock.first_token_at is not None or not is_out_of_memory(error):
+                raise
+            self._give_memory_back()
+            return OUT_OF_MEMORY
 
     def _serve_plain(
         self,
@@ -281,8 +322,16 @@ class KVBoost:
     ) -> _Served:
         """The request as transformers would run it without us."""
         self.stats.count_fallback(reason)
-        output = self.plain_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
         size = int(input_ids.shape[-1])
+        try:
+            output = self.plain_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
+        except Exception as error:
+            if reason == OUT_OF_MEMORY and is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"a prompt of {size} tokens does not fit the memory of {self.model.device}, even after "
+                    "the cache gave its own back; shorten it, or lower cache_bytes"
+                ) from error
+            raise
         report = ReuseReport(size, fresh_tokens=size, fallback=reason)
         ttft_s = (clock.first_token_at or time.perf_counter()) - started
         return _Served(output, replace(report, ttft_s=ttft_s), ReusePlan.nothing(size))
@@ -298,13 +347,27 @@ class KVBoost:
             or self.support.refuses_length(input_ids.shape[1])
         )
 
-    def _try_prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled | None:
-        """`_prefill`, except that a failure of the cache is logged and never reaches the request."""
-        try:
-            return self._prefill(input_ids, settings)
-        except Exception:
-            logger.exception("the cache failed for a prompt of %d tokens; computing it in full", input_ids.shape[1])
-            return None
+    def _try_prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled | str:
+        """`_prefill`, or why it cannot be had: a failure of the cache is logged and never reaches the request.
+
+        Out of memory, the cache gives half of what it holds back, and one more try is made.
+        """
+        for _ in range(2):
+            try:
+                return self._prefill(input_ids, settings)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    logger.exception(
+                        "the cache failed for a prompt of %d tokens; computing it in full", len(input_ids[0])
+                    )
+                    return CACHE_FAILED
+                self._give_memory_back()
+        return OUT_OF_MEMORY
+
+    def _give_memory_back(self) -> None:
+        kept = self.store.shrink(0.5)
+        release_device_memory(self.model.device)
+        logger.warning("out of memory: the cache is limited to %d bytes from now on", kept)
 
     def _prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled:
         """Look up, plan, load, shift, select, and run the selective forward where rows were moved."""
@@ -315,7 +378,7 @@ class KVBoost:
         trying_moved = not settings.gate or self._giving_up.allows()
         wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens), trying_moved=trying_moved))
         with ExitStack() as leases:
-            records = self._lease(wanted, leases)
+            records, loaded_bytes = self._lease(wanted, leases)
             plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
             looked_up = time.perf_counter()
             observing = settings.mode == "observe"
@@ -324,20 +387,24 @@ class KVBoost:
             if not served.is_prefix_only and settings.gate:
                 self._giving_up.note(failed=filled.report.fallback is not None)
             sources = {i: r.header for i, r in records.items()}
-            loaded = sum(record.num_bytes for record in records.values())
         report = replace(
             replace(ReuseReport.of(plan), fallback="observing only") if observing else filled.report,
-            bytes_by_tier={self.store.name: loaded},
+            bytes_by_tier=loaded_bytes,
             lookup_s=looked_up - began,
         )
-        return _Prefilled(filled, keys, sources, report)
+        return _Prefilled(filled, keys, sources, report, self._drawn_logits(filled, input_ids, settings))
 
-    def _lease(self, plan: ReusePlan, leases: ExitStack) -> dict[bytes, ChunkKV]:
-        """The plan's records and the sources of linked ones, kept until `leases` closes."""
-        ids = [s.record_id for s in plan if s.record_id is not None]
-        records = dict(leases.enter_context(self.store.get_many(ids)).records)
-        sources = [r.header.source.record_id for r in records.values() if r.header.source is not None]
-        return {**records, **leases.enter_context(self.store.get_many(sources)).records}
+    def _lease(self, plan: ReusePlan, leases: ExitStack) -> tuple[dict[bytes, ChunkKV], dict[str, int]]:
+        """The plan's records and the sources of linked ones, kept until `leases` closes; and bytes by tier."""
+        own = leases.enter_context(self.store.get_many([s.record_id for s in plan if s.record_id is not None]))
+        links = [r.header.source.record_id for r in own.records.values() if r.header.source is not None]
+        sources = leases.enter_context(self.store.get_many(links))
+        records = {**own.records, **sources.records}
+        tiers = {**own.tiers, **sources.tiers}
+        loaded_bytes: Counter[str] = Counter()
+        for record_id, record in records.items():
+            loaded_bytes[tiers[record_id]] += record.num_bytes
+        return records, dict(loaded_bytes)
 
     def _finish(
         self,
@@ -451,6 +518,10 @@ class KVBoost:
         if self.support.moved_refused is not None:
             return [f"only exact prefixes are reused for this model: {self.support.moved_refused}"]
         return []
+
+
+def _as_tiered(store: Tier | None) -> TieredStore | None:
+    return store if store is None or isinstance(store, TieredStore) else TieredStore([store])
 
 
 def _tokens(input_ids: torch.Tensor) -> Int32Array:

@@ -4,6 +4,7 @@
     ├── SettingsError      a setting has a value that cannot be honoured (also a ValueError)
     ├── InputError         a prompt, message list or document cannot be used (also a ValueError)
     ├── ModelError         a model or tokenizer cannot be loaded or does not fit the other
+    ├── OutOfMemory        a prompt does not fit the device, even without the cache (also a MemoryError)
     ├── UnsupportedModel   a model cannot serve a kind of reuse; never leaves the engine, it becomes a fallback reason
     └── DamagedRecord      bytes are not the record that was packed; never leaves a store, it becomes a miss
 
@@ -25,6 +26,10 @@ class InputError(KVBoostError, ValueError):
 
 class ModelError(KVBoostError):
     """A model directory or tokenizer is missing, damaged, or does not belong to the model."""
+
+
+class OutOfMemory(KVBoostError, MemoryError):
+    """The prompt does not fit the device's memory, even after the cache gave its own back."""
 
 
 class UnsupportedModel(KVBoostError):

@@ -22,7 +22,7 @@ class Fingerprint:
 
     Weights are sampled when this is made and again whenever a parameter's storage or version counter has changed, so
     an optimizer step, `load_state_dict` or a new adapter is noticed, and from then on nothing is shared with other
-    processes. Writes through `.data` are not noticed: call `refresh`.
+    processes. Writes through `.data` are not noticed: call `renew`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
@@ -38,8 +38,8 @@ class Fingerprint:
             changed = bool(self._state)
             self.refresh()
             self._state = state
-            if changed:  # a sample may miss what was written, so nothing older is ever found again
-                self._weights = blake3(self._weights + os.urandom(32)).digest()
+            if changed:
+                self._make_unique()
         attention = original_name(self._model.config.get_text_config()._attn_implementation)
         parts = (self._weights, self._tokenizer, json.dumps(_adapters(self._model)), attention)
         hasher = blake3()
@@ -47,6 +47,15 @@ class Fingerprint:
             data = part if isinstance(part, bytes) else part.encode()
             hasher.update(len(data).to_bytes(8, "little") + data)
         return hasher.digest()
+
+    def renew(self) -> None:
+        """Samples the weights anew; nothing older is ever found again."""
+        self.refresh()
+        self._make_unique()
+
+    def _make_unique(self) -> None:
+        """A sample may miss what was written."""
+        self._weights = blake3(self._weights + os.urandom(32)).digest()
 
     def refresh(self) -> None:
         """Samples the weights anew."""

@@ -103,6 +103,14 @@ class TieredStore:
         counts.append(self._ask(self._first, lambda t: t.delete(record_ids), 0))
         return max(counts)
 
+    def shrink(self, share: float) -> int:
+        """Gives memory back: the first tier keeps `share` of what it uses now at most. Returns its new limit, bytes."""
+        if self._memory is None:
+            return self._first.stats().bytes_limit
+        limit = int(share * self._memory.stats().bytes_used)
+        self._memory.shrink(limit)
+        return limit
+
     def stats(self) -> TierStats:
         """The first tier's, with what the queue holds besides, and the queue's and other failures among the errors."""
         first = self._first.stats()

@@ -1,0 +1,43 @@
+"""The store that the settings describe: memory in front, and behind it a directory, a Redis server, or both."""
+
+from __future__ import annotations
+
+from kvboost.config import Settings
+from kvboost.store.memory import MemoryTier
+from kvboost.store.tier import Tier
+from kvboost.store.tiered import TieredStore
+
+
+def open_store(settings: Settings, memory_bytes: int) -> TieredStore:
+    """Makes every tier that is set. Raises `SettingsError` for what cannot be honoured; never because a tier is down."""
+    tiers: list[Tier] = [MemoryTier(memory_bytes, max_variants=settings.max_variants)]
+    tiers += lasting_tiers(settings)
+    return TieredStore(tiers, queue_bytes=settings.write_queue_bytes)
+
+
+def lasting_tiers(settings: Settings) -> list[Tier]:
+    """The disk and Redis tiers that are set."""
+    url = settings.redis_url.get_secret_value()
+    if not (settings.disk_directory or url):
+        return []
+    from kvboost.store.records import Seal
+
+    seal = Seal(settings.hash_secret.get_secret_value(), encrypt=settings.encrypt)
+    tiers: list[Tier] = []
+    if settings.disk_directory:
+        from kvboost.store.disk import DiskTier
+
+        tiers.append(DiskTier(settings.disk_directory, settings.disk_bytes, seal, max_variants=settings.max_variants))
+    if url:
+        from kvboost.store.redis import RedisTier
+
+        tiers.append(
+            RedisTier(
+                url,
+                seal,
+                ttl_s=settings.redis_ttl_s,
+                timeout_s=settings.redis_timeout_s,
+                ca_file=settings.redis_ca_file or None,
+            )
+        )
+    return tiers
