@@ -9,7 +9,7 @@ from kvboost.store.tiered import TieredStore
 
 
 def open_store(settings: Settings, memory_bytes: int) -> TieredStore:
-    """Makes every tier that is set. Raises `SettingsError` for what cannot be honoured; never because a tier is down."""
+    """Makes every tier that is set. Raises `SettingsError` for what cannot be honoured, never for a tier that is down."""
     tiers: list[Tier] = [MemoryTier(memory_bytes, max_variants=settings.max_variants)]
     tiers += lasting_tiers(settings)
     return TieredStore(tiers, queue_bytes=settings.write_queue_bytes)

@@ -1,0 +1,108 @@
+"""An engine over lasting tiers: a restart is warm, and a tier that fails costs only what it would have given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families import build, build_fresh
+from kvboost import KVBoost
+from kvboost.errors import SettingsError
+from kvboost.types import Kind
+from scenario import engine, greedy, logits, plain_logits, prompt, relative_error
+
+pytestmark = pytest.mark.smoke
+
+
+def on_disk(directory: Path, **flags: Any) -> KVBoost:
+    return engine(build("llama"), disk_directory=str(directory), disk_bytes=1 << 28, **flags)
+
+
+def test_a_restart_is_warm_and_exact_at_once(tmp_path: Path) -> None:
+    with on_disk(tmp_path) as first:
+        greedy(first.generate, prompt("0123"), 1)
+    with on_disk(tmp_path) as second:
+        assert second.store.stats().entries == 0
+        out = greedy(second.generate, prompt("0123"))
+        assert out.report.exact_tokens == prompt().shape[1] - 1
+        assert set(out.report.bytes_by_tier) == {"disk"}
+        assert relative_error(logits(out.output), plain_logits(second.model, prompt("0123"))) <= 1e-5
+        again = greedy(second.generate, prompt("0123"), 1)
+        assert set(again.report.bytes_by_tier) == {"memory"}, "what came from disk is kept in memory"
+
+
+def test_a_restart_moves_and_continues_as_before(tmp_path: Path) -> None:
+    with on_disk(tmp_path) as first:
+        greedy(first.generate, prompt("0123"), 1)
+        moved = greedy(first.generate, prompt("3120"))
+    with on_disk(tmp_path) as second:
+        out = greedy(second.generate, prompt("3120"))
+        assert out.report.continued_tokens > 100
+        assert relative_error(logits(out.output), logits(moved.output)) <= 1e-5
+        assert greedy(second.generate, prompt("2301"), 1).report.moved_tokens > 100
+
+
+def test_another_model_and_another_secret_find_nothing(tmp_path: Path) -> None:
+    with on_disk(tmp_path) as first:
+        greedy(first.generate, prompt("0123"), 1)
+    others = (
+        engine(build("qwen2"), disk_directory=str(tmp_path), disk_bytes=1 << 28),
+        on_disk(tmp_path, hash_secret="another"),
+    )
+    for other in others:
+        with other:
+            assert other.plan(prompt("0123")).count(Kind.FRESH) == prompt().shape[1]
+            assert greedy(other.generate, prompt("0123"), 1).report.fresh_tokens == prompt().shape[1]
+
+
+def test_after_invalidate_nothing_older_is_found_in_any_tier(tmp_path: Path) -> None:
+    with on_disk(tmp_path) as kv:
+        greedy(kv.generate, prompt("0123"), 1)
+        assert kv.flush()
+        assert kv.invalidate() > 0
+        assert greedy(kv.generate, prompt("0123"), 1).report.fresh_tokens == prompt().shape[1]
+
+
+def test_changed_weights_find_nothing_on_disk(tmp_path: Path) -> None:
+    model = build_fresh("llama")
+    with engine(model, disk_directory=str(tmp_path), disk_bytes=1 << 28) as kv:
+        greedy(kv.generate, prompt("0123"), 1)
+        assert kv.flush()
+        next(model.parameters()).data.mul_(1.5)
+        kv.invalidate()
+        out = greedy(kv.generate, prompt("0123"))
+        assert out.report.fresh_tokens == prompt().shape[1]
+        assert relative_error(logits(out.output), plain_logits(model, prompt("0123"))) <= 1e-5
+
+
+def test_a_directory_that_cannot_be_used_costs_nothing_but_its_hits(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with on_disk(tmp_path / "file") as kv:
+        greedy(kv.generate, prompt("0123"), 1)
+        out = greedy(kv.generate, prompt("0123"))
+        assert out.report.exact_tokens == prompt().shape[1] - 1
+        assert sum(kv.store.stats_by_tier()["disk"].errors.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"encrypt": True}, "without a secret"),
+        ({"disk_bytes": 10}, "could hold nothing"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(tmp_path: Path, flags: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        engine(build("llama"), **{"disk_directory": str(tmp_path), "disk_bytes": 1 << 28, **flags})
+
+
+def test_encrypted_records_hold_no_token_and_are_read_back(tmp_path: Path) -> None:
+    flags = {"encrypt": True, "hash_secret": "a secret"}
+    with on_disk(tmp_path, **flags) as first:
+        greedy(first.generate, prompt("0123"), 1)
+    chunk = prompt("0123")[0, 40:60].numpy().astype("<i4").tobytes()
+    assert not any(chunk in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    with on_disk(tmp_path, **flags) as second:
+        assert greedy(second.generate, prompt("0123"), 1).report.exact_tokens == prompt().shape[1] - 1
