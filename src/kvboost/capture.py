@@ -31,11 +31,13 @@ def make_records(
     find: Find,
     num_rows: int,
     correction: Correction | None = None,
+    row_s: float = 0.0,
 ) -> list[ChunkKV]:
     """Records for the rows of `cache` that `plan` did not find, and links for those that it moved.
 
     `sequence` holds the prompt and what was generated after it, of which `num_rows` rows are in the cache. `sources`
-    are the headers of the records that the plan served, `correction` is what was added to moved rows.
+    are the headers of the records that the plan served, `correction` is what was added to moved rows, and `row_s` what
+    computing one row took.
     """
     records: list[ChunkKV] = []
     lineage = Lineage.BIT_EXACT
@@ -45,7 +47,8 @@ def make_records(
             if segment.span.stop == num_rows:  # the tail: an earlier request may have generated the same
                 start = max(start, known_until(sequence, find, start, num_rows, lineage))
             pieces = cut(sequence.chunks, start, segment.span.stop)
-            records += [_own_rows(sequence, piece, lineage, cache, layout) for piece in pieces]
+            headers = [own_header(sequence, piece, lineage, row_s * len(piece)) for piece in pieces]
+            records += [ChunkKV(h, layout.gather(cache, h.span.start, h.span.stop)) for h in headers]
         elif segment.kind is Kind.MOVED:
             lineage = Lineage.APPROXIMATE
             source = sources[segment.record_id or b""]
@@ -71,11 +74,7 @@ def cut(chunks: list[Span] | tuple[Span, ...], start: int, stop: int) -> list[Sp
     return [Span(a, b) for a, b in zip([start, *inner], [*inner, stop], strict=True) if b > a]
 
 
-def _own_rows(sequence: Prompt, span: Span, lineage: Lineage, cache: Cache, layout: KVLayout) -> ChunkKV:
-    return ChunkKV(own_header(sequence, span, lineage), layout.gather(cache, span.start, span.stop))
-
-
-def own_header(sequence: Prompt, span: Span, lineage: Lineage) -> ChunkHeader:
+def own_header(sequence: Prompt, span: Span, lineage: Lineage, cost_s: float = 0.0) -> ChunkHeader:
     """The header of a chunk that holds its own rows: every name under which it will be found."""
     return ChunkHeader(
         _key(sequence, span),
@@ -85,6 +84,7 @@ def own_header(sequence: Prompt, span: Span, lineage: Lineage) -> ChunkHeader:
         lineage,
         context=frozenset(sequence.content_before(span.start)[-MAX_CONTEXT:]),
         anchors={name: at - span.start for at, name in sequence.anchors if at in span},
+        cost_s=cost_s,
     )
 
 

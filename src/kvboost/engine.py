@@ -416,8 +416,9 @@ class KVBoost:
     ) -> ReuseReport:
         """Stores the new rows, counts, and completes the report. A failing store costs only what it would have kept."""
         began = time.perf_counter()
+        ttft_s = first_token_at - started
         try:
-            written = self._capture(prefilled, sequence_ids, settings)
+            written = self._capture(prefilled, sequence_ids, settings, ttft_s)
         except Exception:
             logger.exception("storing the rows of a request failed; they will be computed again")
             written = 0
@@ -425,13 +426,14 @@ class KVBoost:
             prefilled.report,
             written_tokens=written,
             capture_s=time.perf_counter() - began,
-            ttft_s=first_token_at - started,
+            ttft_s=ttft_s,
         )
         self.stats.count_served(prefilled.filled.plan, report.fallback)
         return report
 
-    def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings) -> int:
-        filled = prefilled.filled
+    def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings, ttft_s: float) -> int:
+        filled, report = prefilled.filled, prefilled.report
+        computed_s = ttft_s - report.lookup_s - report.load_s - report.shift_s - report.select_s
         num_rows = min(filled.cache.get_seq_length(), sequence_ids.shape[1])
         boundary = self.support.regime_boundary
         if boundary is not None and filled.plan.num_tokens <= boundary:
@@ -448,6 +450,7 @@ class KVBoost:
             self.store.find,
             num_rows,
             filled.correction,
+            max(0.0, computed_s) / max(1, report.fresh_tokens + report.repaired_tokens),
         )
         return self.store.put_many(records)
 
