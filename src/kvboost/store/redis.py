@@ -169,8 +169,8 @@ class RedisTier:
 
     def sealed(self, record_id: bytes) -> bytes | None:
         """See `LastingTier.sealed`."""
-        fields = self._call(partial(self._wire.load, [record_id]), [(None, None)], _more_s(MAX_RECORD_BYTES))
-        head, body = fields[0]
+        fields = self._call(partial(self._wire.load, [record_id]), None, _more_s(MAX_RECORD_BYTES))
+        head, body = fields[0] if fields is not None else (None, None)
         return None if head is None or body is None else head + body
 
     def close(self) -> None:
