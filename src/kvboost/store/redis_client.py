@@ -67,8 +67,10 @@ def kind_of(error: Exception) -> str:
 
     if isinstance(error, TimeoutError | exceptions.TimeoutError):
         return "timeout"
-    if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
+    if isinstance(error, exceptions.AuthenticationError):
         return "refused"
+    if isinstance(error, exceptions.NoPermissionError):
+        return "permission"
     if isinstance(error, exceptions.ConnectionError | OSError):
         return "unreachable"
     if isinstance(error, exceptions.OutOfMemoryError):
