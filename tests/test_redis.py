@@ -196,6 +196,17 @@ def test_tools_see_every_record_and_its_sealed_bytes(tiers: Tiers) -> None:
     assert tier.sealed(b"nothing") is None
 
 
+def test_encrypted_records_show_no_tokens_to_the_server(tiers: Tiers) -> None:
+    server = tiers.server.client()
+    for prefix, seal in (("plain", Seal("secret")), ("hidden", Seal("secret", encrypt=True))):
+        tier = RedisTier(tiers.server.url, seal, prefix=prefix, timeout_s=PATIENT_S)
+        tier.put_many([record(7, fill=0.5)])
+        head = server.hget(prefix.encode() + b"/r/" + record_id(7), "h")
+        assert (record(7).header.tokens.tobytes().hex().encode() in head) == (prefix == "plain")
+        assert holds(tier, 7)
+        tier.close()
+
+
 def test_a_closed_tier_is_a_miss(tiers: Tiers) -> None:
     tier = tiers()
     tier.put_many([record(1)])
