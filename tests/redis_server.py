@@ -27,11 +27,12 @@ def free_port() -> int:
 class RedisServer:
     """One process without persistence. `stop` and `start` again: it comes back empty, on the same port."""
 
-    def __init__(self, directory: Path, options: Sequence[str] = (), *, port: int | None = None) -> None:
+    def __init__(self, directory: Path, options: Sequence[str] = (), *, tls: bool = False) -> None:
         if BINARY is None:
             pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
-        self.port = free_port() if port is None else port
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.port = free_port()
+        self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}/0"
+        self._tls = tls
         self._directory = directory
         self._options = list(options)
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +40,8 @@ class RedisServer:
 
     def start(self) -> None:
         assert BINARY is not None
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._directory)]
+        ports = ["--port", "0", "--tls-port", str(self.port)] if self._tls else ["--port", str(self.port)]
+        options = [*ports, "--bind", "127.0.0.1", "--dir", str(self._directory)]
         options += ["--save", "", "--appendonly", "no", "--daemonize", "no", *self._options]
         log = (self._directory / "redis.log").open("ab")
         with log:
@@ -99,7 +101,9 @@ class SlowProxy:
 
     def _pump(self, source: socket.socket, sink: socket.socket, slow: bool) -> None:
         with suppress(OSError), source, sink:
-            while data := source.recv(self.piece_bytes if slow else 1 << 16):
-                if slow:
-                    time.sleep(self.delay_s)
-                sink.sendall(data)
+            while data := source.recv(1 << 16):
+                size = self.piece_bytes if slow else len(data)
+                for at in range(0, len(data), size):
+                    if slow:
+                        time.sleep(self.delay_s)
+                    sink.sendall(data[at : at + size])

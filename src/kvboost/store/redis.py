@@ -54,10 +54,12 @@ class _Found:
 
 
 class RedisTier:
-    """See `Tier`. A lease holds copies, so nothing is pinned on the server. Thread-safe; usable after a fork.
+    """See `Tier`. A lease holds copies, so nothing is pinned on the server. Thread-safe.
 
     Memory on the server is bounded by its own `maxmemory`, by `ttl_s` (counted from the last use), and by `bytes_limit`
     if given: then the records that were not used for longest go first. Tiers with other prefixes share nothing.
+    A forked child opens connections of its own.
+
     Raises `SettingsError` for a bad URL or prefix, or without the package `redis`; never because of the server.
     """
 
@@ -169,8 +171,8 @@ class RedisTier:
 
     def sealed(self, record_id: bytes) -> bytes | None:
         """See `LastingTier.sealed`."""
-        fields = self._call(partial(self._wire.load, [record_id]), [(None, None)], _more_s(MAX_RECORD_BYTES))
-        head, body = fields[0]
+        fields = self._call(partial(self._wire.load, [record_id]), None, _more_s(MAX_RECORD_BYTES))
+        head, body = fields[0] if fields is not None else (None, None)
         return None if head is None or body is None else head + body
 
     def close(self) -> None:

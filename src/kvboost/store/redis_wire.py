@@ -29,7 +29,7 @@ HEAD, PAYLOAD = b"h", b"p"
 class Wire:
     """The commands under one prefix. Each method is one round trip, unless it says otherwise, and raises what fails.
 
-    `note` is told the kind of every command that failed alone, in a pipeline whose other commands did not.
+    `note` is told, once per pipeline and kind, of commands that failed while others did not.
     """
 
     def __init__(
@@ -124,16 +124,15 @@ class Wire:
         return int(cursor), sum(key.startswith(self._record_key(b"")) for key in keys)
 
     def _replies(self, pipe: Any, otherwise: Any) -> list[Any]:
-        """Runs a pipeline. A reply that is an error is counted and replaced; raises what concerns the server itself."""
+        """Runs a pipeline. A reply that is an error is noted and replaced; raises what concerns the server itself."""
         replies: list[Any] = pipe.execute(raise_on_error=False)
-        for at, reply in enumerate(replies):
-            if isinstance(reply, Exception):
-                kind = kind_of(reply)
-                if kind in PEER_FAILED:
-                    raise reply
-                self._note(kind, f"a command failed: {type(reply).__name__}")
-                replies[at] = otherwise
-        return replies
+        failed = {at: reply for at, reply in enumerate(replies) if isinstance(reply, Exception)}
+        kinds = {kind_of(error): error for error in failed.values()}
+        for kind, error in kinds.items():
+            if kind in PEER_FAILED:
+                raise error
+            self._note(kind, f"{sum(kind_of(e) == kind for e in failed.values())} commands failed: {error}")
+        return [otherwise if at in failed else reply for at, reply in enumerate(replies)]
 
     def _record_key(self, record_id: bytes) -> bytes:
         return self._prefix + b"/r/" + record_id

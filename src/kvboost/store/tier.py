@@ -43,7 +43,7 @@ class TierStats:
 
     name: str
     bytes_used: int
-    bytes_limit: int
+    bytes_limit: int  # 0: none of its own
     entries: int
     pinned_entries: int
     evictions: Mapping[str, int] = field(default_factory=dict)  # by reason

@@ -121,7 +121,9 @@ class TieredStore:
 
     def stats_by_tier(self) -> dict[str, TierStats]:
         """Every tier's own snapshot, by its name."""
-        return {tier.name: tier.stats() for tier in self.tiers}
+        return {
+            tier.name: self._ask(tier, lambda t: t.stats(), TierStats(tier.name, 0, 0, 0, 0)) for tier in self.tiers
+        }
 
     @property
     def pending_bytes(self) -> int:
