@@ -192,6 +192,7 @@ def _walk_histories(prompt: Prompt, index: _Index, stop: int, *, exact_only: boo
 def _walk(prompt: Prompt, index: _Index, stop: int, least: Lineage) -> list[_Part]:
     parts: list[_Part] = []
     at = 0
+    _fetch_histories(prompt, index, stop)
     while at < stop:
         rest = prompt.tokens[at:stop]
         candidates = [
@@ -205,6 +206,13 @@ def _walk(prompt: Prompt, index: _Index, stop: int, least: Lineage) -> list[_Par
         parts.append(_Part(Span(at, at + length), header, 0))
         at += length
     return parts
+
+
+def _fetch_histories(prompt: Prompt, index: _Index, stop: int) -> None:
+    """Asks for all that a walk along the prompt's own chunks will need, at once: a store may be a round trip away."""
+    name = prompt.history.prefix_hash
+    chunks = [c for c in prompt.chunks if c.start < stop]
+    index.fetch(n for c in chunks for n in (name(c.start) + b"begin", name(c.stop) + b"end"))
 
 
 def _next_headers(prompt: Prompt, index: _Index, at: int) -> list[ChunkHeader]:

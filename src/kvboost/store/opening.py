@@ -9,10 +9,14 @@ from kvboost.store.tiered import TieredStore
 
 
 def open_store(settings: Settings, memory_bytes: int) -> TieredStore:
-    """Makes every tier that is set. Raises `SettingsError` for what cannot be honoured, never for a tier that is down."""
-    tiers: list[Tier] = [MemoryTier(memory_bytes, max_variants=settings.max_variants)]
-    tiers += lasting_tiers(settings)
-    return TieredStore(tiers, queue_bytes=settings.write_queue_bytes)
+    """Makes every tier that is set. Raises `SettingsError` for what cannot be honoured, never for a tier that is down.
+
+    `memory_bytes` holds for the memory tier and the write queue together.
+    """
+    lasting = lasting_tiers(settings)
+    queue_bytes = min(settings.write_queue_bytes, memory_bytes // (8 if lasting else 32))
+    memory = MemoryTier(memory_bytes - queue_bytes, max_variants=settings.max_variants)
+    return TieredStore([memory, *lasting], queue_bytes=queue_bytes)
 
 
 def lasting_tiers(settings: Settings) -> list[Tier]:
