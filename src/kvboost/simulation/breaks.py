@@ -1,7 +1,8 @@
 """Which text ends common prefixes: where two prompts that share much part, and what stands there.
 
-A request's *predecessor* is the earlier one that shares most of its chunks. Where their texts part, a prefix cache
-stops. If what follows was seen before, those tokens are lost to the break, and it is classed by what differs.
+A request's *predecessor* is, of the earlier ones that share most of its chunks, the one with the longest common
+prefix. Where their texts part, a prefix cache stops. If what follows was seen before, those tokens are lost to the
+break, and it is classed by what differs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from kvboost.simulation.trace import Trace
 
+CANDIDATES = 8  # earlier requests that may be a request's predecessor
 MIN_LOST_TOKENS = 32  # a break that costs less is none
 NEAR_CHARACTERS = 48  # on each side of a break that are searched for a pattern
 SHOWN_CHARACTERS = 28  # on each side of a break in an example
@@ -70,7 +72,7 @@ class BreakSummary:
 def find_breaks(texts: Sequence[str], prefix: Trace, chunks: Trace) -> Iterator[Break]:
     """The break of every request that has one. The traces are those of the texts."""
     lost = _lost_tokens(prefix, chunks)
-    for number, predecessor in enumerate(_predecessors(chunks)):
+    for number, predecessor in enumerate(_predecessors(texts, chunks)):
         if predecessor is None or lost[number] < MIN_LOST_TOKENS:
             continue
         old, new = texts[predecessor], texts[number]
@@ -160,13 +162,14 @@ def _lost_tokens(prefix: Trace, chunks: Trace) -> list[int]:
     return lost
 
 
-def _predecessors(chunks: Trace) -> Iterator[int | None]:
-    """Per request the earlier one that shares most, of several the latest; a chunk is looked up in its latest user."""
+def _predecessors(texts: Sequence[str], chunks: Trace) -> Iterator[int | None]:
+    """Per request the earlier one to compare it with. A chunk is looked up in the latest request that had it."""
     latest: dict[bytes, int] = {}
     for number, pieces in enumerate(chunks.requests):
         shared: Counter[int] = Counter()
         for piece in pieces:
             if piece.name in latest:
                 shared[latest[piece.name]] += piece.tokens
-        yield max(shared, key=lambda n: (shared[n], n), default=None)
+        near = [n for n, tokens in shared.most_common(CANDIDATES) if 2 * tokens >= shared.most_common(1)[0][1]]
+        yield max(near, key=lambda n: (common_prefix(texts[n], texts[number]), n), default=None)
         latest |= {piece.name: number for piece in pieces}

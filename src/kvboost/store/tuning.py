@@ -1,7 +1,7 @@
 """Chooses the weight of a ranking from the traffic: how much frequency counts against recency.
 
-The best weight differs by traffic: coding sessions want LRU, popular documents nearly LFU, and a fixed one loses a
-fifth of the hits on one or the other. So a sample of the names is played through small *shadow* stores that hold no
+The best weight differs by traffic: coding sessions want LRU, popular documents nearly LFU, and any fixed one loses a
+good part of the hits on one or the other. So a sample of the names is played through small *shadow* stores that hold no
 records, one per weight, and the weight of the one that hits most is used.
 """
 
@@ -16,7 +16,7 @@ START = 1  # index of the weight before anything is known
 SAMPLE_ENTRIES = 512  # that a shadow holds; all of them in a store with fewer
 WINDOW = 0.5  # capacities of sampled bytes asked for between two decisions
 KEPT = 0.9  # of a shadow's score, from one decision to the next
-MARGIN = 1.01  # a better weight must have hit so much more: a change orders the whole store anew
+RISE = 1.2  # a larger weight must have hit so much more: where traffic drifts, what won last is often wrong next
 
 
 class Shadow:
@@ -91,8 +91,9 @@ class Tuner:
     def _decide(self) -> None:
         self._asked_bytes = 0
         hits = {s.ranking.weight: s.hit_bytes for s in self._shadows}
-        best = max(hits, key=lambda w: hits[w])
-        if hits[best] > MARGIN * hits[self._ranking.weight]:
-            self._ranking.weight = best
+        now = self._ranking.weight
+        better = [w for w in hits if hits[w] > hits[now] * (RISE if w > now else 1.0)]
+        if better:
+            self._ranking.weight = max(better, key=lambda w: hits[w])
         for shadow in self._shadows:
             shadow.hit_bytes *= KEPT
