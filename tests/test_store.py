@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +115,7 @@ def test_unknown_names_and_records_are_left_out(make_tier: MakeTier) -> None:
     assert tier.delete([b"nothing"]) == 0
 
 
-def test_the_least_recently_used_goes_first(make_memory_only: MakeTier) -> None:
+def test_of_equally_valuable_records_the_least_recently_used_goes_first(make_memory_only: MakeTier) -> None:
     tier = make_memory_only(3 * record(0).num_bytes)
     for number in (1, 2, 3):
         tier.put_many([record(number)])
@@ -241,3 +244,194 @@ def test_many_threads_leave_consistent_books(make_tier: MakeTier) -> None:
     stats = tier.stats()
     assert stats.bytes_used <= stats.bytes_limit or isinstance(tier, RedisTier)
     assert stats.pinned_entries == 0
+
+
+# --- what only the store in memory does -------------------------------------------------------------------------------
+
+
+def owned(number: int, namespace: bytes, **more: Any) -> ChunkKV:
+    made = record(number, **more)
+    return replace(made, header=replace(made.header, namespace=namespace))
+
+
+def chained(*numbers: int) -> list[ChunkKV]:
+    """Records of one history, the head first."""
+    made, parent = [], b"root"
+    for number in numbers:
+        chunk = record(number)
+        made.append(replace(chunk, header=replace(chunk.header, parent=parent)))
+        parent = chunk.header.key.prefix_hash
+    return made
+
+
+def used(tier: MemoryTier, *records: ChunkKV) -> int:
+    """Uses records as a request does; returns how many are there."""
+    with tier.get_many([r.header.record_id for r in records]) as lease:
+        return len(lease.records)
+
+
+def test_records_that_are_used_survive_a_flood_of_records_that_are_not() -> None:
+    tier = MemoryTier(10 * record(0).num_bytes)
+    warm = [record(i) for i in range(5)]
+    tier.put_many(warm)
+    assert used(tier, *warm) == used(tier, *warm) == 5
+    for number in range(100, 1100):
+        tier.put_many([record(number)])
+    assert used(tier, *warm) == 5
+    tier.check_integrity()
+
+
+def test_what_is_asked_for_twice_enters_a_store_full_of_used_records() -> None:
+    tier = MemoryTier(3 * record(0).num_bytes)
+    old = [record(i) for i in range(3)]
+    tier.put_many(old)
+    assert used(tier, *old) == used(tier, *old) == 3
+    assert tier.put_many([record(9)]) == 0
+    assert tier.refused == {"importance_low": 1}
+    assert tier.put_many([record(9)]) == 8, "it came back, so it is no longer a one-off"
+
+
+def test_the_tail_of_a_used_history_goes_before_its_head_whatever_it_cost() -> None:
+    tier = MemoryTier(4 * record(0).num_bytes)
+    chain = chained(1, 2, 3, 4)
+    chain[3] = replace(chain[3], header=replace(chain[3].header, cost_s=9.0))
+    tier.put_many(chain)
+    used(tier, *chain)
+    for number in (20, 21):
+        tier.put_many([record(number)])
+        tier.put_many([record(number)])
+    there = [used(tier, r) for r in chain]
+    assert there == sorted(there, reverse=True)
+    assert sum(there) < 4
+
+
+def test_a_namespace_keeps_within_its_quota_and_out_of_the_others() -> None:
+    size = record(0).num_bytes
+    tier = MemoryTier(10 * size, namespace_bytes=5 * size)
+    ours = [owned(i, b"ours") for i in range(4)]
+    tier.put_many(ours)
+    for number in range(100, 140):
+        tier.put_many([owned(number, b"theirs")])
+        used(tier, owned(number, b"theirs"))
+    assert used(tier, *ours) == 4
+    assert tier.stats().entries == 4 + 5
+    assert tier.stats().evictions.keys() <= {"quota"}
+    tier.check_integrity()
+
+
+def test_pinned_records_stay_and_count() -> None:
+    size = record(0).num_bytes
+    tier = MemoryTier(3 * size)
+    tier.put_many([record(1), record(2)])
+    pinned = [record(1).header.record_id, record(2).header.record_id]
+    assert tier.pin([*pinned, b"unknown"]) == 2
+    for number in range(10, 40):
+        tier.put_many([record(number)])
+        used(tier, record(number))
+    assert used(tier, record(1), record(2)) == 2
+    assert tier.stats().bytes_used == 3 * size
+    assert tier.stats().pinned_entries == 2
+    tier.unpin(pinned)
+    for number in range(10, 40):
+        tier.put_many([record(number), record(number + 100), record(number + 200)])
+        used(tier, record(number), record(number + 100), record(number + 200))
+    assert used(tier, record(1), record(2)) == 0
+    tier.put_many([record(5)])
+    tier.pin([record(5).header.record_id])
+    tier.delete()
+    assert tier.stats().entries == 0, "what is wrong goes, pinned or not"
+    assert tier.stats().pinned_entries == 0
+
+
+def test_a_pinned_record_that_is_replaced_by_a_truer_one_stays_pinned() -> None:
+    tier = MemoryTier(1 << 20)
+    tier.put_many([record(1, lineage=Lineage.APPROXIMATE)])
+    tier.pin([record(1).header.record_id])
+    tier.put_many([record(1)])
+    assert tier.stats().pinned_entries == 1
+    tier.check_integrity()
+
+
+def test_shrinking_evicts_the_least_valuable_at_once() -> None:
+    size = record(0).num_bytes
+    tier = MemoryTier(6 * size)
+    tier.put_many([record(i) for i in range(6)])
+    used(tier, record(4), record(5))
+    assert tier.shrink(2 * size) == 4 * size
+    assert used(tier, record(4), record(5)) == 2
+    assert tier.stats().evictions == {"oom": 4}
+    assert tier.stats().bytes_limit == 2 * size
+    assert tier.shrink(9 * size) == 0, "it never grows"
+    tier.check_integrity()
+
+
+def test_shrinking_waits_for_leases_and_leaves_pins() -> None:
+    size = record(0).num_bytes
+    tier = MemoryTier(4 * size)
+    tier.put_many([record(i) for i in range(4)])
+    tier.pin([record(0).header.record_id])
+    with tier.get_many([record(1).header.record_id]) as lease:
+        assert tier.shrink(0) == 2 * size
+        assert lease.records
+        assert tier.stats().bytes_limit == tier.stats().bytes_used == 2 * size
+        tier.check_integrity()
+    assert tier.stats().bytes_used == tier.stats().bytes_limit == size
+    tier.unpin([record(0).header.record_id])
+    tier.shrink(0)
+    assert tier.stats().bytes_used == tier.stats().bytes_limit == 0
+    tier.check_integrity()
+
+
+def test_records_that_need_much_repair_go_first() -> None:
+    tier = MemoryTier(3 * record(0).num_bytes)
+    tier.put_many([record(1), record(2), record(3)])
+    for _ in range(2):
+        used(tier, record(2), record(1), record(3))
+    tier.note_quality(record(1).header.record_id, 0.1)
+    tier.note_quality(b"unknown", 0.1)
+    tier.put_many([record(4)])
+    tier.put_many([record(4)])
+    assert [used(tier, record(i)) for i in (1, 2, 3, 4)] == [0, 1, 1, 1]
+
+
+def test_a_refused_variant_costs_no_other_its_place() -> None:
+    size = record(0).num_bytes
+    tier = MemoryTier(3 * size, max_variants=1)
+    tier.put_many([record(1, content=7)])
+    used(tier, record(1))
+    assert tier.put_many([record(2, content=7, size=500)]) == 0
+    assert used(tier, record(1)) == 1
+
+
+ACTIONS = ["put", "get", "delete", "lease", "release", "pin", "unpin", "shrink", "quality"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9), st.integers(1, 40)), max_size=60),
+    st.sampled_from([None, 6_000]),
+)
+def test_the_books_of_the_memory_agree_after_any_sequence_of_calls(
+    calls: list[tuple[str, int, int]], quota: int | None
+) -> None:
+    tier = MemoryTier(12_000, max_variants=2, namespace_bytes=quota)
+    leases = []
+    for action, number, size in calls:
+        chunk = owned(number, b"%d" % (number % 2), content=number % 3, size=size, lineage=Lineage(size % 3))
+        record_id = chunk.header.record_id
+        acts: dict[str, Callable[[], object]] = {
+            "put": partial(tier.put_many, [chunk]),
+            "get": partial(used, tier, chunk),
+            "delete": partial(tier.delete, [record_id]),
+            "lease": lambda i=record_id: leases.append(tier.get_many([i])),  # type: ignore[misc]
+            "release": lambda: leases.pop().__exit__(None, None, None) if leases else None,
+            "pin": partial(tier.pin, [record_id]),
+            "unpin": partial(tier.unpin, [record_id]),
+            "shrink": partial(tier.shrink, 12_000 - 200 * size),
+            "quality": partial(tier.note_quality, record_id, number / 9),
+        }
+        acts[action]()
+        tier.check_integrity()
+    for lease in leases:
+        lease.__exit__(None, None, None)
+    tier.check_integrity()

@@ -85,6 +85,7 @@ def own_header(sequence: Prompt, span: Span, lineage: Lineage, cost_s: float = 0
         context=frozenset(sequence.content_before(span.start)[-MAX_CONTEXT:]),
         anchors={name: at - span.start for at, name in sequence.anchors if at in span},
         cost_s=cost_s,
+        namespace=sequence.owner,
     )
 
 
@@ -108,6 +109,7 @@ def _link(
         source=Link(source.record_id, segment.offset),
         rows=(inside - span.start).astype(np.int32),
         corrected=correction is not None,
+        namespace=sequence.owner,
     )
     own = _gather_rows(inside, cache, layout)
     return ChunkKV(header, own if correction is None else _with_correction(own, correction, span))

@@ -347,22 +347,21 @@ class KVBoost:
             or self.support.refuses_length(input_ids.shape[1])
         )
 
-    def _try_prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled | str:
+    def _try_prefill(self, input_ids: torch.Tensor, settings: Settings, *, retry: bool = True) -> _Prefilled | str:
         """`_prefill`, or why it cannot be had: a failure of the cache is logged and never reaches the request.
 
         Out of memory, the cache gives half of what it holds back, and one more try is made.
         """
-        for _ in range(2):
-            try:
-                return self._prefill(input_ids, settings)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    logger.exception(
-                        "the cache failed for a prompt of %d tokens; computing it in full", len(input_ids[0])
-                    )
-                    return CACHE_FAILED
+        try:
+            return self._prefill(input_ids, settings)
+        except Exception as error:
+            if is_out_of_memory(error) and retry:
                 self._give_memory_back()
-        return OUT_OF_MEMORY
+                return self._try_prefill(input_ids, settings, retry=False)
+            if is_out_of_memory(error):
+                return OUT_OF_MEMORY
+            logger.exception("the cache failed for a prompt of %d tokens; computing it in full", input_ids.shape[1])
+            return CACHE_FAILED
 
     def _give_memory_back(self) -> None:
         kept = self.store.shrink(0.5)

@@ -17,6 +17,7 @@ from kvboost.types import Int32Array
 FORMAT_VERSION = 1
 HASH_BYTES = 32
 ANCHOR_BYTES = 16
+OWNER_BYTES = 8
 ANCHOR_TOKENS = 16  # length of the token window that an anchor names
 ANCHOR_WINDOW = 16  # one anchor is chosen of every 16 neighbouring windows: a common run of 31 tokens always shares one
 
@@ -32,11 +33,13 @@ class KeySpace:
     """All names under one root. Two key spaces with different roots share no name."""
 
     def __init__(self, *, secret: str, fingerprint: bytes, namespace: str, regime: str = "") -> None:
-        hasher = blake3(key=blake3(secret.encode()).digest())
+        key = blake3(secret.encode()).digest()
+        hasher = blake3(key=key)
         for part in (FORMAT_VERSION.to_bytes(4, "little"), fingerprint, namespace.encode(), regime.encode()):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
         self.root: bytes = hasher.digest()
+        self.owner = blake3(b"owner" + namespace.encode(), key=key).digest(OWNER_BYTES) if namespace else b""
 
     def content_hash(self, tokens: Int32Array) -> bytes:
         """Name of a text, wherever it stands."""

@@ -36,6 +36,7 @@ class Prompt:
         self.tokens = tokens
         self.chunks = list(chunks)
         self.history: History = keys.history(tokens)
+        self.owner = keys.owner
         self._keys = keys
         self.content_hashes = [self.content_hash(c) for c in chunks]
         self.anchors = keys.anchors(tokens) if anchors else []

@@ -82,6 +82,7 @@ class ChunkHeader:
     corrected: bool = False  # with `source`: the payload's last row is added to all rows that it does not hold
     codec: str = "none"  # how the payload is kept: none, int8, k8v4
     cost_s: float = 0.0  # what computing the rows took
+    namespace: bytes = b""  # whose it is, for quotas: a keyed hash, see `KeySpace.owner`; empty: nobody's in particular
 
     @property
     def record_id(self) -> bytes:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvboost import __version__
-from kvboost.cli import bench, config, demo, doctor, generate, verify, warm
+from kvboost.cli import bench, config, demo, doctor, generate, simulate, verify, warm
 from kvboost.cli.console import OneLineErrors, out, silence_libraries
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -21,6 +21,7 @@ app.command("generate")(generate.run)
 app.command("warm")(warm.run)
 app.command("doctor")(doctor.run)
 app.command("verify")(verify.run)
+app.command("simulate")(simulate.run)
 app.command("bench", context_settings=bench.PASS_THROUGH)(bench.run)
 app.add_typer(config.app, name="config")
 

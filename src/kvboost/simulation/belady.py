@@ -1,0 +1,62 @@
+"""What no policy can exceed: Belady's MIN over whole requests, with pieces that may be kept in part.
+
+MIN keeps what is asked for again soonest. That is optimal for pieces of one size. With sizes, choosing whole pieces is
+a knapsack, so here every *token* is a piece of its own, of size one: the last piece that does not fit stays in part,
+and hits in part. Any policy that keeps whole pieces, or takes in what is not asked for again, hits no more. All pieces
+of a request are asked for at once, and what is kept is chosen after it. For "prefix" the bound counts hits as for
+"anywhere": where names fix the history, what stands before a piece is asked for no later than the piece itself, so
+nothing is lost by that.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from kvboost.simulation.trace import Piece, Trace
+
+NEVER = 1 << 60
+
+
+def belady(trace: Trace, capacity_tokens: int) -> int:
+    """Hit tokens of the bound."""
+    kept: dict[bytes, tuple[int, int]] = {}  # tokens, next use
+    heap: list[tuple[int, int, bytes]] = []  # furthest next use first, then the tail of a request before its head
+    used = hits = 0
+    for pieces, next_uses in zip(distinct(trace), _next_uses(trace), strict=True):
+        for piece in pieces:
+            tokens, _ = kept.pop(piece.name, (0, 0))
+            hits += tokens
+            used -= tokens
+        for at, (piece, next_use) in enumerate(zip(pieces, next_uses, strict=True)):
+            if next_use != NEVER:
+                kept[piece.name] = (piece.tokens, next_use)
+                used += piece.tokens
+                heapq.heappush(heap, (-next_use, -at, piece.name))
+        while used > capacity_tokens:
+            negative, _, name = heap[0]
+            tokens, next_use = kept.get(name, (0, 0))
+            if next_use != -negative:
+                heapq.heappop(heap)
+            elif tokens > used - capacity_tokens:
+                kept[name] = (tokens - (used - capacity_tokens), next_use)
+                used = capacity_tokens
+            else:
+                heapq.heappop(heap)
+                del kept[name]
+                used -= tokens
+    return hits
+
+
+def distinct(trace: Trace) -> list[list[Piece]]:
+    """The requests without repetitions inside one: a piece is looked up once, before anything is computed."""
+    return [list(dict.fromkeys(request)) for request in trace.requests]
+
+
+def _next_uses(trace: Trace) -> list[list[int]]:
+    """Per request and piece the number of the request that asks for it next."""
+    found: list[list[int]] = []
+    later: dict[bytes, int] = {}
+    for number, pieces in reversed(list(enumerate(distinct(trace)))):
+        found.append([later.get(piece.name, NEVER) for piece in pieces])
+        later |= dict.fromkeys((piece.name for piece in pieces), number)
+    return found[::-1]
