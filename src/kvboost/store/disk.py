@@ -42,6 +42,8 @@ HEADERS_KEPT = 1024  # decoded ones
 CANDIDATES = 256  # the least recently used records, of which the least valuable are evicted
 UNKNOWN_COST_S = 5e-8  # per byte, where a record does not tell: a small model on a CPU
 
+FAILURES = (OSError, sqlite3.Error, UnicodeError)  # of a directory and its index; the last where SQLite quotes damage
+
 T = TypeVar("T")
 
 
@@ -89,6 +91,7 @@ class DiskTier:
         self._grace_s = orphan_grace_s
         self._seal = seal
         self._folder = self.directory / FOLDER
+        self._path = self._folder / "index.db"
         self._files = RecordFiles(self._folder / "records")
         self._trouble = Trouble(self.name)
         self._evictions: Counter[str] = Counter()
@@ -355,7 +358,7 @@ class DiskTier:
             try:
                 index = self._ready()
                 return otherwise if index is None else work(index, *arguments)
-            except (OSError, sqlite3.Error) as error:
+            except FAILURES as error:
                 kind = kind_of(error)
                 if kind != "closed":
                     self._trouble.note(kind, f"{self.directory}: {error}")
@@ -380,7 +383,7 @@ class DiskTier:
                 return None
             try:
                 self._index = self._open()
-            except (OSError, sqlite3.Error) as error:
+            except FAILURES as error:
                 self._down, self._retry_at = kind_of(error), time.monotonic() + RETRY_S
                 raise
             return self._index
@@ -390,31 +393,30 @@ class DiskTier:
         make_private(self._folder)
         make_private(self._files.folder)
         with exclusive(self._folder / "index.lock"):
-            index = self._open_index()
             try:
-                if index.created:
-                    adopt(index, self._files, self._seal, self._trouble)
-                sweep(index, self._files, self._grace_s)
-                with index.writing() as writing:  # the limit may have been lowered
-                    gone = self._make_room(index, writing, 0)
-            except _NoRoom:
-                gone = []
-            except BaseException:
-                index.close()
-                raise
-            self._evicted(gone)
-            return index
+                return self._open_index()
+            except FAILURES as error:
+                if kind_of(error) != "index":
+                    raise
+                self._trouble.note("index", f"{self._path} is thrown away and made anew from the record files: {error}")
+                remove_index(self._path)
+                return self._open_index()
 
     def _open_index(self) -> DiskIndex:
-        path = self._folder / "index.db"
+        """Opens the index, makes one out of the record files if there is none, and puts the folder in order."""
+        index = DiskIndex(self._path)
         try:
-            return DiskIndex(path)
-        except sqlite3.DatabaseError as error:
-            if kind_of(error) != "index":
-                raise
-            self._trouble.note("index", f"{path} is thrown away and made anew from the record files: {error}")
-            remove_index(path)
-            return DiskIndex(path)
+            if index.created:
+                adopt(index, self._files, self._seal, self._trouble)
+            sweep(index, self._files, self._grace_s)
+            gone: list[tuple[Row, str]] = []
+            with suppress(_NoRoom), index.writing() as writing:  # the limit may have been lowered
+                gone = self._make_room(index, writing, 0)
+            self._evicted(gone)
+        except BaseException:
+            index.close()
+            raise
+        return index
 
     def _discard(self, index: DiskIndex) -> None:
         """Throws away an index that turned out to be damaged, unless another process did."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvboost.store.disk_files import FILE_MODE, occupied_bytes
 from kvboost.types import ChunkHeader
@@ -78,6 +79,24 @@ class Row:
     cost_s: float
 
 
+_TYPES: tuple[Any, ...] = (int, bytes, (bytes, type(None)), int, str, int, int, int, int, int, (float, int))
+
+
+def _row(values: Sequence[Any]) -> Row:
+    """A row as it was read. Raises `sqlite3.DatabaseError` if its values cannot be what was written."""
+    if not all(isinstance(v, t) for v, t in zip(values, _TYPES, strict=True)):
+        raise sqlite3.DatabaseError("a row of the index is malformed")
+    return Row(*values)
+
+
+def _meta(connection: sqlite3.Connection) -> dict[str, int]:
+    """The counters. Raises `sqlite3.DatabaseError` if one is missing or no number."""
+    found = dict(connection.execute("SELECT key, value FROM meta"))
+    if not all(isinstance(found.get(key), int) for key in ("entries", "bytes", "swept_ns")):
+        raise sqlite3.DatabaseError("the counters of the index are malformed")
+    return found
+
+
 def row_of(header: ChunkHeader, file: str, file_bytes: int, now_ns: int, hits: int = 0) -> Row:
     """The row of a record that is not in the index yet."""
     content = header.key.content_hash if header.source is None else None
@@ -92,7 +111,7 @@ def truth_of(header: ChunkHeader) -> int:
 
 
 class DiskIndex:
-    """Connections to one index file. Methods raise `sqlite3.Error`; `sqlite3.DatabaseError` proper means damage.
+    """Connections to one index file. Methods raise `sqlite3.Error`, and `UnicodeError` where SQLite quotes damage.
 
     `touch` and `doom` only note what the next transaction writes, so that a reader never waits for a writer.
     """
@@ -149,7 +168,9 @@ class DiskIndex:
         """The sealed head of a record."""
         with self.read_lock:
             found = self._reader.execute("SELECT head FROM heads WHERE id = ?", (row_id,)).fetchone()
-        return None if found is None else bytes(found[0])
+        if found is not None and not isinstance(found[0], bytes):
+            raise sqlite3.DatabaseError("a head in the index is malformed")
+        return None if found is None else found[0]
 
     def every_row(self) -> Iterator[Row]:
         """All rows, in pages, so that no lock is held while the caller works."""
@@ -157,7 +178,7 @@ class DiskIndex:
         while True:
             query = f"SELECT {_COLUMNS} FROM records WHERE id > ? ORDER BY id LIMIT 1000"
             with self.read_lock:
-                page = [Row(*r) for r in self._reader.execute(query, (last,))]
+                page = [_row(r) for r in self._reader.execute(query, (last,))]
             yield from page
             if not page:
                 return
@@ -166,7 +187,7 @@ class DiskIndex:
     def totals(self) -> tuple[int, int]:
         """Records, and the bytes that their files occupy."""
         with self.read_lock:
-            meta = dict(self._reader.execute("SELECT key, value FROM meta"))
+            meta = _meta(self._reader)
         return meta["entries"], meta["bytes"]
 
     def num_bytes(self) -> int:
@@ -178,7 +199,7 @@ class DiskIndex:
         return total
 
     def _alive(self, cursor: sqlite3.Cursor) -> list[Row]:
-        return [row for row in (Row(*r) for r in cursor) if row.file not in self._doomed]
+        return [row for row in (_row(r) for r in cursor) if row.file not in self._doomed]
 
     def _used_ns(self, row: Row) -> int:
         touched = self._touched.get(row.record_id)
@@ -292,7 +313,7 @@ class Writing:
 
     def totals(self) -> tuple[int, int]:
         """See `DiskIndex.totals`."""
-        meta = dict(self._connection.execute("SELECT key, value FROM meta"))
+        meta = _meta(self._connection)
         return meta["entries"], meta["bytes"]
 
     def everything(self) -> list[Row]:
@@ -301,7 +322,7 @@ class Writing:
 
     def swept_ns(self) -> int:
         """When files without a row were last looked for."""
-        return int(self._connection.execute("SELECT value FROM meta WHERE key = 'swept_ns'").fetchone()[0])
+        return _meta(self._connection)["swept_ns"]
 
     def set_swept_ns(self, now_ns: int) -> None:
         """Notes that files without a row were looked for."""
@@ -327,7 +348,7 @@ class Writing:
             self._connection.executemany("DELETE FROM records WHERE file = ?", [(f,) for f in files])
 
     def _rows(self, where: str, *values: object) -> list[Row]:
-        return [Row(*r) for r in self._connection.execute(f"SELECT {_COLUMNS} FROM records {where}", values)]
+        return [_row(r) for r in self._connection.execute(f"SELECT {_COLUMNS} FROM records {where}", values)]
 
 
 @contextmanager

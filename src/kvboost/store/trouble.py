@@ -19,7 +19,8 @@ _SQLITE_KINDS = (  # by what the message contains: Python 3.10 does not tell the
     ("locked", "busy"),
     ("full", "full"),
     ("readonly", "permission"),
-    ("no such", "index"),
+    ("disk I/O", "io"),
+    ("unable to open", "io"),
 )
 
 
@@ -51,12 +52,12 @@ class Trouble:
             return dict(self._counts)
 
 
-def kind_of(error: OSError | sqlite3.Error) -> str:
+def kind_of(error: OSError | sqlite3.Error | UnicodeError) -> str:
     """`full`, `permission`, `busy` (another process holds the lock), `closed`, `index` (damaged) or `io`."""
     if isinstance(error, OSError):
         return "full" if error.errno in _FULL else "permission" if error.errno in _PERMISSION else "io"
     if isinstance(error, sqlite3.ProgrammingError):
         return "closed"  # by another thread, meanwhile
-    if isinstance(error, sqlite3.OperationalError):
-        return next((kind for text, kind in _SQLITE_KINDS if text in str(error)), "io")
-    return "index" if isinstance(error, sqlite3.DatabaseError) else "io"
+    if isinstance(error, sqlite3.OperationalError):  # the rest of them: tables are missing, formats are strange
+        return next((kind for text, kind in _SQLITE_KINDS if text in str(error)), "index")
+    return "index"  # a UnicodeError too: SQLite tells what it found, and Python cannot read it
