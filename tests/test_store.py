@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.store import MemoryTier, Tier, TieredStore
+from kvboost.store import DiskTier, MemoryTier, Tier, TieredStore
+from kvboost.store.disk import INDEX_BYTES
 from kvboost.store.records import Seal
 from kvboost.store.redis import RedisTier
 from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, LayerKV, Lineage
@@ -36,6 +38,19 @@ def make_slower(limit: int) -> Tier:
 
 
 @pytest.fixture
+def make_disk(tmp_path: Path) -> Iterator[MakeTier]:
+    tiers: list[DiskTier] = []
+
+    def make(limit: int) -> Tier:
+        tiers.append(DiskTier(tmp_path, limit + 2 * INDEX_BYTES, Seal("secret"), max_variants=3))
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
 def make_redis(request: pytest.FixtureRequest) -> Iterator[MakeTier]:
     tiers: list[RedisTier] = []
 
@@ -51,19 +66,25 @@ def make_redis(request: pytest.FixtureRequest) -> Iterator[MakeTier]:
 
 @pytest.fixture
 def make_memory_only() -> MakeTier:
-    """A store that evicts by itself and at once. Redis does so by its own settings (test_redis.py), and what a tiered
-    store evicts from its first tier is still in the second (test_tiered.py).
+    """A store whose leases pin, and that evicts by itself, at once, and by single bytes. On disk leases are copies and
+    a file takes whole blocks (test_disk.py), Redis evicts by its own settings (test_redis.py), and what a tiered store
+    evicts from its first tier is still in the second (test_tiered.py).
     """
     return make_memory
 
 
-@pytest.fixture(params=["memory", "redis", "memory and memory", "memory and redis"])
+@pytest.fixture(params=["memory", "disk", "redis", "memory and memory", "memory and disk", "memory and redis"])
 def make_tier(request: pytest.FixtureRequest) -> Iterator[MakeTier]:
-    makers = {"memory": lambda: make_memory, "redis": lambda: request.getfixturevalue("make_redis")}
+    makers: dict[str, Callable[[], MakeTier]] = {
+        "memory": lambda: make_memory,
+        "disk": lambda: request.getfixturevalue("make_disk"),
+        "redis": lambda: request.getfixturevalue("make_redis"),
+    }
     if " and " not in request.param:
         yield makers[request.param]()
         return
-    second = make_slower if request.param.endswith("memory") else makers["redis"]()
+    lower = request.param.removeprefix("memory and ")
+    second = make_slower if lower == "memory" else makers[lower]()
     stores: list[TieredStore] = []
 
     def make(limit: int) -> Tier:
@@ -156,6 +177,7 @@ def test_leased_records_are_not_evicted_and_the_budget_still_holds(make_memory_o
 
 def test_a_deleted_record_goes_when_its_lease_is_closed(make_tier: MakeTier) -> None:
     tier = make_tier(1 << 20)
+    empty_bytes = tier.stats().bytes_used  # not 0 on disk: the index
     tier.put_many([record(1)])
     with tier.get_many([record(1).header.record_id]) as lease:
         assert tier.delete() == 1
@@ -163,7 +185,7 @@ def test_a_deleted_record_goes_when_its_lease_is_closed(make_tier: MakeTier) -> 
         assert not holds(tier, 1), "nobody finds it any more"
         assert not any(tier.find(record(1).header.names()).values())
     assert not holds(tier, 1)
-    assert tier.stats().bytes_used == 0
+    assert tier.stats().bytes_used == empty_bytes
 
 
 def test_a_truer_record_replaces_and_a_worse_one_does_not(make_tier: MakeTier) -> None:

@@ -1,8 +1,8 @@
 """The command line, `kvboost`: one command per file; `app` is the entry point. The only importer of typer.
 
 Importing it loads neither torch nor transformers, so `--help`, `--version` and `config show` answer at once.
-Exit codes: 0 done; 1 `doctor` found a limit, `verify` an error above the bound, or a benchmark failed; 2 wrong usage or
-an error, told in one line.
+Exit codes: 0 done; 1 `doctor` found a limit, `verify` an error above the bound, `cache` damaged records, or a benchmark
+failed; 2 wrong usage or an error, told in one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvboost import __version__
-from kvboost.cli import bench, config, demo, doctor, generate, simulate, verify, warm
+from kvboost.cli import bench, cache, config, demo, doctor, generate, simulate, verify, warm
 from kvboost.cli.console import OneLineErrors, out, silence_libraries
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -23,6 +23,7 @@ app.command("doctor")(doctor.run)
 app.command("verify")(verify.run)
 app.command("simulate")(simulate.run)
 app.command("bench", context_settings=bench.PASS_THROUGH)(bench.run)
+app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
 
 

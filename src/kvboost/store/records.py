@@ -157,6 +157,11 @@ def head_length(start: Buffer) -> int:
     return _Prefix.of(memoryview(start).cast("B")).stop
 
 
+def is_encrypted(data: Buffer) -> bool:
+    """Whether a record was encrypted. Raises `DamagedRecord` if it is none."""
+    return bool(_Prefix.of(memoryview(data).cast("B")).flags & ENCRYPTED)
+
+
 class _Prefix:
     """The first fields of a record, checked for what can be checked without the seal."""
 

@@ -19,7 +19,8 @@ _SQLITE_KINDS = (  # by what the message contains: Python 3.10 does not tell the
     ("locked", "busy"),
     ("full", "full"),
     ("readonly", "permission"),
-    ("no such", "index"),
+    ("disk I/O", "io"),
+    ("unable to open", "io"),
 )
 
 
@@ -28,14 +29,14 @@ class Trouble:
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._quiet_until: dict[str, float] = {}
 
     def note(self, kind: str, message: object) -> None:
         """Counts one failure; the log gets at most one line per kind and minute."""
         now = time.monotonic()
-        with self._lock:
+        with self.lock:
             self._counts[kind] += 1
             quiet = now < self._quiet_until.get(kind, 0.0)
             if not quiet:
@@ -47,14 +48,16 @@ class Trouble:
 
     def counts(self) -> dict[str, int]:
         """Failures by kind so far."""
-        with self._lock:
+        with self.lock:
             return dict(self._counts)
 
 
-def kind_of(error: OSError | sqlite3.Error) -> str:
-    """`full`, `permission`, `busy` (another process holds the lock), `index` (damaged) or `io`."""
+def kind_of(error: OSError | sqlite3.Error | UnicodeError) -> str:
+    """`full`, `permission`, `busy` (another process holds the lock), `closed`, `index` (damaged) or `io`."""
     if isinstance(error, OSError):
         return "full" if error.errno in _FULL else "permission" if error.errno in _PERMISSION else "io"
-    if isinstance(error, sqlite3.OperationalError):
-        return next((kind for text, kind in _SQLITE_KINDS if text in str(error)), "io")
-    return "index" if isinstance(error, sqlite3.DatabaseError) else "io"
+    if isinstance(error, sqlite3.ProgrammingError):
+        return "closed"  # by another thread, meanwhile
+    if isinstance(error, sqlite3.OperationalError):  # the rest of them: tables are missing, formats are strange
+        return next((kind for text, kind in _SQLITE_KINDS if text in str(error)), "index")
+    return "index"  # a UnicodeError too: SQLite tells what it found, and Python cannot read it
