@@ -8,7 +8,9 @@ The bound (`belady`) is MIN over whole requests with pieces that may be kept in 
 
 The constants of the policy were chosen on the `tune` part: the first half of the Mooncake traces, every sixth coding
 session, the first third of the RAG requests. The recorded figures are of the rest (of the coding sessions another
-sixth). Block traces count prefix hits, RAG counts chunks at any position: real texts, the Qwen2 tokenizer, the default
+sixth). One exception: early rounds, with sizes guessed from characters, saw all RAG requests.
+
+Block traces count prefix hits, RAG counts chunks at any position: real texts, the Qwen2 tokenizer, the default
 chunker. `rag` is the file's order, pool after pool of 40 documents; `rag-mixed` the same requests in random order,
 where nothing that a policy could see tells which document comes next; `rag-popular` draws 10 of all documents by a Zipf
 law.
