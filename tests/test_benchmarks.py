@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import eviction
 import gpu_check
 import prefix
 
@@ -57,3 +58,13 @@ def test_prefixes_of_every_share_are_reused_and_exact(smollm2_dir: Path, shared_
     for row in result["rows"]:
         assert row["prefix"] + row["computed"] == row["tokens"]
         assert abs(row["kl_worst"]) < 1e-5
+
+
+def test_eviction_is_told_beside_lru_and_the_bound(shared_data: Path, tmp_path: Path) -> None:
+    result = eviction.main(["--quick", "--workloads", "rag", "--out", str(tmp_path / "r.jsonl")])
+    assert json.loads((tmp_path / "r.jsonl").read_text()) == result
+    assert [r["share"] for r in result["results"]] == [0.05, 0.1, 0.3]
+    for row in result["results"]:
+        assert max(row[p] for p in eviction.SHOWN) == row["belady"]
+    assert min(result["novel"]["importance"].values()) >= 0.9
+    assert max(result["novel"]["lru"].values()) < 0.1, "the mixes do flood a store that takes everything in"
