@@ -38,7 +38,7 @@ def test_defaults_in_the_readme_are_the_defaults() -> None:
     assert len(rows) >= 5
     for name, shown in rows:
         value = getattr(defaults, name.removeprefix(ENV_PREFIX).lower())
-        assert shown == {2 << 30: "2 GiB", None: ""}.get(value, str(value)), name
+        assert shown == {None: ""}.get(value, str(value)), name
 
 
 def test_the_code_of_the_description_runs_and_prints_what_it_says() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -376,6 +377,29 @@ def test_an_adapter_that_is_switched_off_leaves_nothing_behind(tuner: str) -> No
     greedy(kv.generate, prompt(), 1)
     with adapted.disable_adapter():
         assert greedy(kv.generate, prompt(), 1).report.fresh_tokens == prompt().shape[1]
+
+
+class Letters:
+    """A tokenizer of one id per character."""
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        return SimpleNamespace(input_ids=[5 + ord(c) % 90 for c in text])
+
+    def decode(self, ids: list[int], **kwargs: Any) -> str:
+        return "".join(chr(32 + i) for i in ids)
+
+
+def test_a_text_that_is_warmed_with_pin_is_never_evicted(model: Any) -> None:
+    kv = engine(model, cache_bytes=400_000)
+    kv.tokenizer = Letters()
+    assert kv.warm("a document that is kept. " * 6, "What stands before it: " * 2, pin=True).written_tokens > 100
+    pinned = kv.store.stats().pinned_entries
+    assert pinned > 2
+    for i in range(12):
+        greedy(kv.generate, random_ids(200, seed=100 + i), 1)
+    assert kv.store.stats().evictions, "the budget was never felt"
+    assert kv.store.stats().pinned_entries == pinned
+    assert kv.warm("a document that is kept. " * 6, "What stands before it: " * 2).exact_tokens > 100
 
 
 def test_a_broken_store_falls_back_to_computing_and_is_counted(model: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ FIXED = frozenset(  # settings that an engine reads once, when it is made
     {
         "cache_bytes",
         "kv_cache_size_ratio",
+        "namespace_bytes",
         "disk_directory",
         "disk_bytes",
         "redis_url",
@@ -97,6 +98,9 @@ class Settings(BaseModel):
         ge=0,
         le=1,
         description="Memory budget as a share: of the GPU's memory; on a CPU, of what the weights leave.",
+    )
+    namespace_bytes: int | None = Field(
+        None, ge=0, description="The most that one namespace (cache_salt) may keep in memory; unset: all."
     )
     disk_directory: str = Field(
         "", description="Keeps chunks in this directory too, across restarts; shared by processes."

@@ -201,10 +201,11 @@ class KVBoost:
         named = self._named(tokens, settings, self._keys(len(tokens), settings))
         return make_plan(named, self.store.find, self._limits(settings, len(tokens)))
 
-    def warm(self, text: str, context: str | None = None, **request: Any) -> ReuseReport:
+    def warm(self, text: str, context: str | None = None, *, pin: bool = False, **request: Any) -> ReuseReport:
         """Computes `text` behind `context`, or behind the chat template's default system prompt, and keeps its chunks.
 
-        Raises `InputError` if the text is empty or does not fit the model.
+        With `pin` they are never evicted from memory, where they count. Raises `InputError` if the text is empty or
+        does not fit the model.
         """
         started = time.perf_counter()
         settings = self.settings(**request)
@@ -218,7 +219,10 @@ class KVBoost:
         stock_prefill(
             self.model, input_ids, prefilled.filled.cache, size, block_tokens=self.support.block_tokens(size, settings)
         )
-        return self._finish(prefilled, input_ids, settings, started, time.perf_counter())
+        report = self._finish(prefilled, input_ids, settings, started, time.perf_counter())
+        if pin:
+            self.store.pin(s.record_id for s in self.plan(input_ids, **request) if s.record_id is not None)
+        return report
 
     def score(
         self, prompt: torch.Tensor, continuation: torch.Tensor, **request: Any
@@ -428,7 +432,15 @@ class KVBoost:
             ttft_s=ttft_s,
         )
         self.stats.count_served(prefilled.filled.plan, report.fallback)
+        self._note_quality(prefilled.filled.plan)
         return report
+
+    def _note_quality(self, plan: ReusePlan) -> None:
+        """Text that needs much repair wherever it is moved to is worth less to keep."""
+        for s in plan:
+            if s.kind is Kind.MOVED and s.record_id is not None:
+                repaired = np.searchsorted(plan.repaired, [s.span.start, s.span.stop])
+                self.store.note_quality(s.record_id, 1 - float(repaired[1] - repaired[0]) / len(s.span))
 
     def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings, ttft_s: float) -> int:
         filled, report = prefilled.filled, prefilled.report

@@ -15,7 +15,9 @@ def open_store(settings: Settings, memory_bytes: int) -> TieredStore:
     """
     lasting = lasting_tiers(settings)
     queue_bytes = min(settings.write_queue_bytes, memory_bytes // (8 if lasting else 32))
-    memory = MemoryTier(memory_bytes - queue_bytes, max_variants=settings.max_variants)
+    memory = MemoryTier(
+        memory_bytes - queue_bytes, max_variants=settings.max_variants, namespace_bytes=settings.namespace_bytes
+    )
     return TieredStore([memory, *lasting], queue_bytes=queue_bytes)
 
 

@@ -241,6 +241,7 @@ def _header_json(h: ChunkHeader) -> dict[str, Any]:
         "corrected": h.corrected,
         "codec": h.codec,
         "cost_s": h.cost_s,
+        "namespace": h.namespace.hex(),
     }
 
 
@@ -265,6 +266,7 @@ def _header_of(d: Mapping[str, Any]) -> ChunkHeader:
         d["corrected"],
         d["codec"],
         float(d["cost_s"]),
+        bytes.fromhex(d["namespace"]),
     )
 
 

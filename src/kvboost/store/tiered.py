@@ -103,6 +103,15 @@ class TieredStore:
         counts.append(self._ask(self._first, lambda t: t.delete(record_ids), 0))
         return max(counts)
 
+    def pin(self, record_ids: Iterable[bytes]) -> int:
+        """Keeps records in memory until they are deleted; returns how many it found there."""
+        return self._memory.pin(record_ids) if self._memory is not None else 0
+
+    def note_quality(self, record_id: bytes, quality: float) -> None:
+        """Tells which share of a record's rows (0 to 1) needed no repair when it was last served moved."""
+        if self._memory is not None:
+            self._memory.note_quality(record_id, quality)
+
     def shrink(self, share: float) -> int:
         """Gives memory back: the first tier keeps `share` of what it uses now at most. Returns its new limit, bytes."""
         if self._memory is None:
