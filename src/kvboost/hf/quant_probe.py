@@ -1,0 +1,103 @@
+"""What quantizing costs a model, measured once on its own keys and values: which layers stay as computed, and why.
+
+A few hundred varied tokens are prefilled, packed and unpacked again. A layer of which a head's keys come back below 50
+dB, or its values below 30 dB, is kept plain. The figures are what `kvboost_quant_error_psnr` is compared with later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost.codec import SLOTS, Codec, Packer, pack, psnr_db
+from kvboost.hf import declared, probe
+from kvboost.hf.layout import KVLayout
+from kvboost.hf.support import ModelSupport
+from kvboost.rotary import Slot
+from kvboost.types import LayerKV
+
+PROBE_TOKENS = 392
+CHUNK_TOKENS = 128
+LEAST_DB: Mapping[Slot, float] = {"keys": 50.0, "values": 30.0}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantProbe:
+    """The result of `probe_quantization`.
+
+    `psnr_db[slot][layer][head]` is the worst of the probe's chunks, without layers kept plain for their sake.
+    """
+
+    codec: Codec
+    refused: str | None = None  # why nothing is packed for this model
+    plain_layers: frozenset[int] = frozenset()  # of the model
+    psnr_db: Mapping[Slot, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+
+    def packer(self, layout: KVLayout, regime: int) -> Packer | None:
+        """Packs records of prompts of one rotary regime; None if the model is refused."""
+        if self.refused is not None:
+            return None
+        plain = [[i for i, layer in enumerate(g.layers) if layer in self.plain_layers] for g in layout.groups]
+        return Packer(self.codec, [g.rotary[regime] for g in layout.groups], plain)
+
+
+def probe_quantization(model: PreTrainedModel, support: ModelSupport, codec: Codec) -> QuantProbe:
+    """Runs one forward of `model` and measures what `codec` loses. The caller holds the model's lock."""
+    refused = _refusal(model, support)
+    if refused is not None:
+        return QuantProbe(codec, refused)
+    layout = support.require_layout()
+    ids = _varied_ids(model)
+    cache = probe.run(model, ids)
+    worst: dict[Slot, list[torch.Tensor]] = {
+        slot: [torch.full((layer.num_kv_heads,), torch.inf) for layer in layout.layers] for slot in SLOTS
+    }
+    for start in range(0, ids.shape[1] - CHUNK_TOKENS // 2, CHUNK_TOKENS):
+        stop = min(start + CHUNK_TOKENS, ids.shape[1])
+        for i, group in enumerate(layout.gather(cache, start, stop)):
+            measured = _measure(group, layout, i, start, codec)
+            for slot in SLOTS:
+                for layer, found in zip(layout.groups[i].layers, measured[slot], strict=True):
+                    worst[slot][layer] = torch.minimum(worst[slot][layer], found)
+    plain = {i for slot in SLOTS for i, heads in enumerate(worst[slot]) if not heads.min() >= LEAST_DB[slot]}
+    psnr = {slot: tuple(tuple(heads.tolist()) for heads in worst[slot]) for slot in SLOTS}
+    return QuantProbe(codec, None, frozenset(plain), psnr)
+
+
+def _measure(group: LayerKV, layout: KVLayout, index: int, start: int, codec: Codec) -> dict[Slot, torch.Tensor]:
+    """Per slot dB [L, H] on the CPU; NaN where a row is not finite."""
+    spec = layout.groups[index].rotary[0]
+    packed = pack(group, spec, start, codec)
+    if packed is not None:
+        return {slot: found.cpu() for slot, found in psnr_db(group, packed, spec, start).items()}
+    alone = [LayerKV(group.keys[i : i + 1], group.values[i : i + 1]) for i in range(len(group.keys))]
+    if len(alone) == 1:
+        return {slot: torch.full(group.keys.shape[:2], torch.nan) for slot in SLOTS}
+    parts = [_measure(g, layout, index, start, codec) for g in alone]
+    return {slot: torch.cat([p[slot] for p in parts]) for slot in SLOTS}
+
+
+def _refusal(model: PreTrainedModel, support: ModelSupport) -> str | None:
+    """Why nothing of this model is packed, or None."""
+    if support.refused is not None:
+        return support.refused
+    sinks = [name for name, _ in model.named_parameters() if "sink" in name.rpartition(".")[2]]
+    if sinks:
+        return f"it has learned attention sinks ({sinks[0]}), and what errors of keys do beside them was not measured"
+    if support.moved_refused is not None:
+        return f"keys are packed before rotation, and how it rotates them is not known: {support.moved_refused}"
+    return None
+
+
+def _varied_ids(model: PreTrainedModel) -> torch.Tensor:
+    """Random token ids [1, n] behind the token with which the model's sequences begin, if it has one."""
+    config = model.config.get_text_config()
+    size = min(PROBE_TOKENS, declared.max_positions(config) or PROBE_TOKENS)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (1, size), generator=torch.Generator().manual_seed(0))
+    if isinstance(config.bos_token_id, int):
+        ids[0, 0] = config.bos_token_id
+    return ids.to(model.device)
