@@ -2,12 +2,12 @@
 
     kvboost bench quant [--gemma] [--codec k8v4] [--cases 4] [--first 0] [--options 4] [--variants] [--out FILE]
 
-The cases are those of `cells.json` (split `test`). Each is answered three times over the very same records: as they were
-computed, packed, and by a full prefill. *continued*: the prompt itself was seen before, all but its last tokens come
-from the store. *moved*: its documents were seen in another order; the default strategy repairs, without the gate, so
-that it hides nothing. The task: which of some passages of a document follows the one that is quoted? Bytes are those of
-bfloat16 models, with all metadata. *load* writes one chunk of 128 tokens to another place (unpacked and rotated);
-*compute* is the stock forward of the same tokens behind the same cache; both sides alternate.
+The cases are those of `cells.json`, split `test`. Each is answered three times: over its records as they were computed,
+over the same records packed, and by a full prefill. *continued*: the prompt itself was seen before, all but its last
+tokens come from the store. *moved*: its documents were seen in another order; the default strategy repairs, without the
+gate, so that it hides nothing. The task: which of four passages of a document stands a little behind the one that is
+quoted? Bytes are those of bfloat16 models, with all metadata. *load* writes one chunk of 128 tokens to another place
+(unpacked and rotated); *compute* is the stock forward of the same tokens behind the same cache; both sides alternate.
 
 With `--variants` other ways to quantize are measured besides, on the continued prompts. `--out` keeps one line per case
 and is read again, so that a run can be continued.
@@ -37,7 +37,7 @@ import cells
 from compare import mcnemar
 from fidelity import divergence, full_prefill
 from kvboost import KVBoost, codec
-from kvboost.codec import Packer, Turns, pack, read_rows
+from kvboost.codec import Packer
 from kvboost.hf import compat
 from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 from kvboost.hf.load import load_rows
@@ -45,7 +45,7 @@ from kvboost.hf.prefill import model_lock, stock_prefill
 from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.rotary import NO_ROTATION
 from kvboost.store import MemoryTier
-from kvboost.types import ChunkKV, Kind, LayerKV, PackedKV, ReusePlan, Segment, Span
+from kvboost.types import ChunkKV, Kind, LayerKV, ReusePlan, Segment, Span
 from record import emit, rounded, versions
 
 CHUNK_TOKENS = 128
@@ -94,25 +94,8 @@ def in_bfloat16(record: ChunkKV) -> ChunkKV:
 
 def lossy(record: ChunkKV, made: Packer) -> ChunkKV:
     """The record as it comes back from `made`, at its old place and in plain rows: the loss without the format."""
-    payload = []
-    for group, spec in zip(record.payload, made.specs, strict=True):
-        header = record.header
-        packed = pack(group, spec, header.position, made.codec)
-        payload.append(group if packed is None else unpacked(group, packed, made, spec, header.span))
+    payload = [made.round_trip(i, rows, record.header.position) for i, rows in enumerate(record.payload)]
     return ChunkKV(record.header, tuple(payload))
-
-
-def unpacked(group: LayerKV, packed: PackedKV, made: Packer, spec: Any, span: Span) -> LayerKV:
-    """Packed rows where they were computed, in the shape and dtype of `group`."""
-    out = LayerKV(torch.empty_like(group.keys), torch.empty_like(group.values))
-    new = torch.arange(span.start, span.stop)
-    turns = Turns(spec)
-    if spec.style != "none":
-        zero = torch.zeros_like(new)
-        turns = Turns(spec, codec.make_rotation(spec, new, new), codec.make_rotation(spec, zero, new))
-    for slot in codec.SLOTS:
-        read_rows(packed, slot, 0, out.named()[slot], turns, Span(0, len(span)))
-    return out
 
 
 def no_mean(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +130,7 @@ def variants(made: Packer) -> Iterator[tuple[str, Encode, dict[str, Any]]]:
     yield "ours", encode, {}
     for rows in (0, 1, 32):
         yield f"{rows} sink rows", encode, {"SINK_ROWS": rows}
-    for rows in (32, 256):
+    for rows in (32, 64, 256):
         yield f"keys: {rows} tokens a scale", encode, {"GROUP_ROWS": rows}
     yield "values: 32 dims a scale", encode, {"GROUP_DIMS": 32}
     yield "no channel mean", encode, {"_remove_mean": no_mean}
@@ -253,17 +236,18 @@ Quiz = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def quizzes(reader: cells.Reader, case: cells.Case, options: int) -> Iterator[Quiz]:
-    """For each document a prompt that quotes a passage, and passages of the document; the first one follows it."""
+    """For each document a prompt that quotes from it, and passages of it; the first one stands a little further on."""
     if options < 2:
         return
     rng = np.random.default_rng(case.number)
     documents = [reader.document(case.kind, case.documents[i]) for i in case.order]
     for document in documents:
-        places = rng.permutation(np.arange(20, document.shape[1] - 2 * PASSAGE_TOKENS, PASSAGE_TOKENS))[:options]
+        places = rng.permutation(np.arange(24, document.shape[1] - PASSAGE_TOKENS, PASSAGE_TOKENS))[:options]
         if len(places) < options:
             continue
-        quote = document[:, places[0] - PASSAGE_TOKENS + 4 : places[0]]
-        asked = [reader.encode("Question: how does this passage go on?\nPassage:"), quote]
+        quote = document[:, places[0] - 20 : places[0] - 8]  # what follows at once would be too easy
+        asked = [reader.encode("Question: what stands a little behind this passage?\nPassage:"), quote]
+        asked.append(reader.encode("\nAnswer:"))
         head = reader.head(f"{case.number + 7:04d} of the day")
         yield torch.cat([head, *documents, *asked], 1), [document[:, p : p + 8] for p in places]
 
@@ -382,6 +366,7 @@ def quality(found: QuantProbe) -> dict[str, Any]:
     heads = {slot: [x for layer in layers for x in layer] for slot, layers in found.psnr_db.items()}
     return {
         "plain_layers": sorted(found.plain_layers),
+        "probe_kl": found.kl,
         **{f"{slot}_db": {"min": min(x), "median": statistics.median(x)} for slot, x in heads.items()},
     }
 

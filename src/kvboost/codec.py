@@ -30,7 +30,7 @@ from kvboost.types import ChunkKV, LayerKV, Lineage, PackedKV, Span
 Codec = Literal["int8", "k8v4"]
 
 SINK_ROWS = 4  # positions that stay as computed: attention rests on them, so an error there is in every row
-GROUP_ROWS = 64  # tokens that share a channel's scale; part of the record format, as is the next
+GROUP_ROWS = 128  # tokens that share a channel's scale, at most; fewer gain 1 dB in the keys, nothing in the answers
 GROUP_DIMS = 64  # channels that share a token's scale, at most
 MIN_ROWS = 8  # fewer rows stay plain: their scales and means would take what the codes save
 BLOCK_ELEMENTS = 1 << 18  # unpacked at a time on a CPU: one float32 block stays in the second-level cache
@@ -43,7 +43,7 @@ class Packer:
 
     codec: Codec
     specs: Sequence[RotarySpec]
-    plain: Sequence[Sequence[int]] = ()  # indices into the group's layers; () for none at all
+    plain: Sequence[Sequence[int]]  # indices into the group's layers
 
     def encode(self, record: ChunkKV) -> ChunkKV:
         """The record with its payload packed, and its lineage at most LOSSY.
@@ -52,22 +52,35 @@ class Packer:
         """
         if record.header.source is not None or record.header.codec != "none":
             return record
-        payload: list[LayerKV | PackedKV] = []
-        for i, (group, spec) in enumerate(zip(record.payload, self.specs, strict=True)):
-            if isinstance(group, PackedKV):
-                return record
-            plain = self.plain[i] if self.plain else ()
-            if len(plain) == len(group.keys):
-                payload.append(group)
-                continue
-            packed = pack(group, spec, record.header.position, self.codec, plain)
-            if packed is None:
-                return record
-            payload.append(packed)
-        if not any(isinstance(group, PackedKV) for group in payload):
+        payload = [self.pack(i, rows, record.header.position) for i, rows in enumerate(record.payload)]
+        if any(group is None for group in payload) or not any(isinstance(group, PackedKV) for group in payload):
             return record
         lineage = min(record.header.lineage, Lineage.LOSSY)
-        return ChunkKV(replace(record.header, codec=self.codec, lineage=lineage), tuple(payload))
+        header = replace(record.header, codec=self.codec, lineage=lineage)
+        return ChunkKV(header, tuple(group for group in payload if group is not None))
+
+    def pack(self, index: int, rows: LayerKV | PackedKV, first_position: int) -> LayerKV | PackedKV | None:
+        """One layer group packed, as given if all its layers stay plain, or None if it cannot be packed."""
+        if isinstance(rows, PackedKV):
+            return None
+        if len(self.plain[index]) == len(rows.keys):
+            return rows
+        return pack(rows, self.specs[index], first_position, self.codec, self.plain[index])
+
+    def round_trip(self, index: int, rows: LayerKV, first_position: int) -> LayerKV:
+        """Rows of one layer group where they stood, with what packing loses."""
+        packed = self.pack(index, rows, first_position)
+        if packed is None:
+            return rows
+        out = LayerKV(torch.empty_like(rows.keys), torch.empty_like(rows.values))
+        num_rows, spec = rows.keys.shape[2], self.specs[index]
+        turns = Turns(spec)
+        if spec.style != "none":
+            new = torch.arange(first_position, first_position + num_rows, device=rows.keys.device)
+            turns = Turns(spec, placed=make_rotation(spec, torch.zeros_like(new), new))
+        for slot in SLOTS:
+            read_rows(packed, slot, 0, out.named()[slot], turns, Span(0, num_rows))
+        return out
 
 
 def pack(
@@ -116,14 +129,15 @@ def _unrotated(
 
 
 def _quantize_channels(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Symmetric int8 of float32 `x` [L, H, n, D], which is changed: `codes`, `scale` [L, H, n / 64, D], `mean`."""
+    """Symmetric int8 of float32 `x` [L, H, n, D], which is changed: `codes`, `scale` [L, H, groups, D], `mean`."""
     mean = _remove_mean(x)
-    groups = [x[:, :, i : i + GROUP_ROWS] for i in range(0, x.shape[2], GROUP_ROWS)]
+    size = _row_group(x.shape[2], -(-x.shape[2] // GROUP_ROWS))
+    groups = [x[:, :, i : i + size] for i in range(0, x.shape[2], size)]
     scale = _rounded_up(torch.cat([g.abs().amax(2, keepdim=True) for g in groups], 2) / 127)
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     for i, g in enumerate(groups):
         g.div_(_divisor(scale[:, :, i : i + 1])).round_().clamp_(-127, 127)
-        codes[:, :, i * GROUP_ROWS : (i + 1) * GROUP_ROWS] = g
+        codes[:, :, i * size : (i + 1) * size] = g
     return {"codes": codes, "scale": scale, "mean": mean}
 
 
@@ -133,7 +147,8 @@ def _quantize_tokens(x: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
     Channels are filled up to whole groups. Codes of 4 bits lie two in a byte: the first half of the channels low.
     """
     mean = _remove_mean(x)
-    count, size = _dim_groups(x.shape[-1])
+    count = -(-x.shape[-1] // GROUP_DIMS)
+    size = _dim_group(x.shape[-1], count)
     if count * size > x.shape[-1]:
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], count * size - x.shape[-1])], -1)
     grouped = x.view(*x.shape[:-1], count, size)
@@ -148,10 +163,14 @@ def _quantize_tokens(x: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
     return {"codes": codes, "scale": scale, "low": low, "mean": mean}
 
 
-def _dim_groups(dim: int) -> tuple[int, int]:
-    """Number and even size of the groups of one token's channels."""
-    count = -(-dim // GROUP_DIMS)
-    return count, 2 * -(-dim // (2 * count))
+def _row_group(num_rows: int, count: int) -> int:
+    """Rows in each of so many groups; the last one may have fewer. Readers count the scales, so `count` may change."""
+    return -(-num_rows // count)
+
+
+def _dim_group(dim: int, count: int) -> int:
+    """Channels in each of so many groups, an even number."""
+    return 2 * -(-dim // (2 * count))
 
 
 def _remove_mean(x: torch.Tensor) -> torch.Tensor:
@@ -248,14 +267,15 @@ def _unpack(part: Mapping[str, torch.Tensor], first: int, out: torch.Tensor, pla
     """Packed rows `first ...` of some layers into `out`, in blocks of rows with one scale, and of few layers."""
     num_layers, num_heads, num_rows, dim = out.shape
     device = out.device
+    size = _row_group(part["codes"].shape[2], 1 if "low" in part else part["scale"].shape[2])
     codes = part["codes"][:, :, first : first + num_rows].to(device)
     rest = {name: t.to(device) for name, t in part.items() if name != "codes"}
-    step = max(1, BLOCK_ELEMENTS // (num_heads * GROUP_ROWS * dim)) if device.type == "cpu" else num_layers
+    step = max(1, BLOCK_ELEMENTS // (num_heads * size * dim)) if device.type == "cpu" else num_layers
     for a in range(0, num_layers, step):
         layers = slice(a, min(num_layers, a + step))
         scales = {name: t[layers].float() for name, t in rest.items()}
         turn = _of_layers(placed, layers)
-        for rows, group in _row_groups(first, num_rows):
+        for rows, group in _row_groups(first, num_rows, size):
             block = codes[layers, :, rows]
             if "low" in scales:
                 x = _from_tokens(block, scales, slice(first + rows.start, first + rows.stop), dim)
@@ -264,19 +284,20 @@ def _unpack(part: Mapping[str, torch.Tensor], first: int, out: torch.Tensor, pla
             _copy(x, out[layers, :, rows], turn, Span(at.start + rows.start, at.start + rows.stop))
 
 
-def _row_groups(first: int, num_rows: int) -> Iterator[tuple[slice, int]]:
+def _row_groups(first: int, num_rows: int, size: int) -> Iterator[tuple[slice, int]]:
     """The wanted rows, cut where the scale changes: rows counted from the first wanted one, number of the group."""
     start = 0
     while start < num_rows:
-        group = (first + start) // GROUP_ROWS
-        stop = min(num_rows, (group + 1) * GROUP_ROWS - first)
+        group = (first + start) // size
+        stop = min(num_rows, (group + 1) * size - first)
         yield slice(start, stop), group
         start = stop
 
 
 def _from_tokens(codes: torch.Tensor, scales: Mapping[str, torch.Tensor], rows: slice, dim: int) -> torch.Tensor:
     """Float32 values [L, H, m, D] of unsigned codes."""
-    count, size = _dim_groups(dim)
+    count = scales["scale"].shape[3]
+    size = _dim_group(dim, count)
     if codes.shape[-1] == count * size:
         x = codes.float()
     else:
