@@ -402,6 +402,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--options", type=int, default=4, help="passages to choose among; 0: no task")
     parser.add_argument("--variants", action="store_true", help="other ways to quantize besides")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no further case is begun after this time")
     parser.add_argument("--repeats", type=int, default=7, help="of the timed part")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="append one line per case to this file, and use what it holds")
@@ -421,7 +422,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     chosen = [c for c in cells.load(given.kinds, ["test"], given.first + given.cases) if c.number >= given.first]
     lines = recorded(given.out, **run)
     for case in chosen:
-        if case.name not in lines:
+        if case.name not in lines and (not lines or time.perf_counter() - began < given.limit_s):
             lines[case.name] = rounded(run | measure(kv, store, reader, case, made, given))
             emit_line(lines[case.name], given.out)
             print(f"{case.name}", file=sys.stderr)

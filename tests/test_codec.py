@@ -292,6 +292,18 @@ def test_every_family_answers_the_same_over_packed_chunks(family: Family, name: 
         assert 0 < relative_error(ours, theirs) <= (0.01 if name == "int8" else 0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_models_answer_the_same_over_packed_chunks(dtype: Any) -> None:
+    kv, store = packing_engine(build("llama", "sdpa", dtype))
+    greedy(kv.generate, prompt(), 1)
+    answer = random_ids(12, seed=4)
+    plain, _ = kv.score(LONGER, answer)
+    pack_all(kv, store)
+    ours, report = kv.score(LONGER, answer)
+    assert report.continued_tokens == prompt().shape[1]
+    assert 0 < relative_error(ours, plain) <= 0.1
+
+
 @pytest.mark.parametrize("family", [f for f in SUPPORTED_HERE if f not in MOVABLE], ids=lambda f: f.name)
 def test_a_model_whose_rotation_is_not_known_is_refused_with_the_reason(family: Family) -> None:
     kv = engine(build(family.name, family.attention[0]))
@@ -375,6 +387,20 @@ def test_layers_that_the_probe_names_stay_plain_and_nothing_else(monkeypatch: py
             kept = before[record.header.record_id].payload[0].named()["keys"][sorted(found.plain_layers)]
             assert torch.equal(tensors["keys.plain"], kept)
             assert len(tensors["keys.codes"]) == len(worst) - 1
+
+
+def test_a_layer_out_of_range_stays_plain_and_the_others_are_measured_as_before() -> None:
+    before = probe_quantization((kv := engine(build_fresh("gemma3"))).model, kv.support, "k8v4")
+    model = build_fresh("gemma3")
+    model.model.layers[2].self_attn.v_proj.weight.data *= 1e6  # its channel means are beyond float16
+    model.model.layers[2].self_attn.o_proj.weight.data /= 1e6
+    kv = engine(model)
+    found = probe_quantization(model, kv.support, "k8v4")
+    assert found.plain_layers == {2}
+    for slot in SLOTS:
+        for ours, theirs in zip(found.psnr_db[slot][:2], before.psnr_db[slot][:2], strict=True):
+            assert ours == pytest.approx(theirs, abs=0.01)
+    assert packer_of(kv).plain == [[2]]
 
 
 def test_a_model_whose_answers_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

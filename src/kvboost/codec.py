@@ -280,7 +280,7 @@ def _unpack(part: Mapping[str, torch.Tensor], first: int, out: torch.Tensor, pla
             if "low" in scales:
                 x = _from_tokens(block, scales, slice(first + rows.start, first + rows.stop), dim)
             else:
-                x = torch.addcmul(scales["mean"], block, scales["scale"][:, :, group : group + 1])
+                x = block.float().mul_(scales["scale"][:, :, group : group + 1]).add_(scales["mean"])
             _copy(x, out[layers, :, rows], turn, Span(at.start + rows.start, at.start + rows.stop))
 
 

@@ -22,7 +22,7 @@ from kvboost.hf.compat import Cache
 from kvboost.hf.layout import KVLayout
 from kvboost.hf.prefill import continuation_logits
 from kvboost.hf.support import ModelSupport
-from kvboost.rotary import Slot
+from kvboost.rotary import RotarySpec, Slot
 from kvboost.types import LayerKV
 
 PROBE_TOKENS = 392
@@ -80,7 +80,7 @@ def _worst_psnr(
     }
     for start in range(0, num_tokens - CHUNK_TOKENS // 2, CHUNK_TOKENS):
         for i, group in enumerate(layout.gather(cache, start, min(start + CHUNK_TOKENS, num_tokens))):
-            measured = _measure(group, layout, i, start, codec)
+            measured = _measure(group, layout.groups[i].rotary[0], start, codec)
             for slot in SLOTS:
                 for layer, found in zip(layout.groups[i].layers, measured[slot], strict=True):
                     worst[slot][layer] = torch.minimum(worst[slot][layer], found)
@@ -102,16 +102,17 @@ def _tail_kl(model: PreTrainedModel, layout: KVLayout, ids: torch.Tensor, cache:
     return (plain.exp() * (plain - packed)).sum(-1).mean().item()
 
 
-def _measure(group: LayerKV, layout: KVLayout, index: int, start: int, codec: Codec) -> dict[Slot, torch.Tensor]:
-    """Per slot dB [L, H] on the CPU; NaN where a row is not finite."""
-    spec = layout.groups[index].rotary[0]
+def _measure(group: LayerKV, spec: RotarySpec, start: int, codec: Codec) -> dict[Slot, torch.Tensor]:
+    """Per slot dB [L, H] on the CPU; NaN for a layer that cannot be packed."""
     packed = pack(group, spec, start, codec)
     if packed is not None:
         return {slot: found.cpu() for slot, found in psnr_db(group, packed, spec, start).items()}
-    alone = [LayerKV(group.keys[i : i + 1], group.values[i : i + 1]) for i in range(len(group.keys))]
-    if len(alone) == 1:
+    if len(group.keys) == 1:
         return {slot: torch.full(group.keys.shape[:2], torch.nan) for slot in SLOTS}
-    parts = [_measure(g, layout, index, start, codec) for g in alone]
+    parts = []
+    for i in range(len(group.keys)):  # one layer spoils the whole group: which one?
+        own = replace(spec, inv_freq=spec.inv_freq[i]) if spec.inv_freq.dim() == 2 else spec
+        parts.append(_measure(LayerKV(group.keys[i : i + 1], group.values[i : i + 1]), own, start, codec))
     return {slot: torch.cat([p[slot] for p in parts]) for slot in SLOTS}
 
 
