@@ -10,6 +10,8 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.demo.stories import load_stories
+from kvboost.hf.quant_probe import probe_quantization
+from quant import sizes
 from scenario import relative_error
 
 
@@ -70,6 +72,29 @@ def test_exact_hits_are_within_rounding_of_a_full_prefill(kv: KVBoost) -> None:
     ours, report = kv.score(prompt, answer)
     assert report.exact_tokens == prompt.shape[1] - 1
     assert kl(truth, ours) < 1e-5
+
+
+def test_packed_documents_are_small_and_answer_like_the_rows_that_were_computed(kv: KVBoost) -> None:
+    kv.invalidate()
+    found = probe_quantization(kv.model, kv.support, "k8v4")
+    assert found.plain_layers == frozenset()
+    assert min(min(heads) for heads in found.psnr_db["keys"]) >= 50
+    assert min(min(heads) for heads in found.psnr_db["values"]) >= 30
+    packer = found.packer(kv.support.require_layout(), 0)
+    assert packer is not None
+    prompt, answer = ids(kv, text("01")), ids(kv, " The database had no free connections, so orders failed.")
+    kv.generate(prompt, max_new_tokens=1, do_sample=False)
+    plain, _ = kv.score(prompt, answer)
+    with kv.store.get_many([s.record_id for s in kv.plan(prompt) if s.record_id]) as lease:
+        records = list(lease.records.values())
+    kv.store.delete()
+    kv.store.put_many([packer.encode(r) for r in records])
+    packed, report = kv.score(prompt, answer)
+    assert report.exact_tokens < 8 < report.continued_tokens
+    assert 0 < kl(plain, packed) <= 0.005
+    size = sizes(records, packer)
+    assert size["layers_packed"] <= 0.42 * size["layers_plain"]
+    assert size["cache_packed"] <= 0.47 * size["cache_plain"]
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,10 @@ class Settings(BaseModel):
     write_queue_bytes: int = Field(
         256 << 20, ge=0, description="Chunks on their way to disk and Redis; more are dropped."
     )
+    codec: Literal["none", "int8", "k8v4"] = Field(
+        "none",
+        description="How this request's new rows are kept: as computed; keys and values in 8 bits; keys 8, values 4.",
+    )
     max_variants: int = Field(4, ge=1, description="Copies of one text, computed in different contexts, that are kept.")
     anchors: bool = Field(True, description="Find moved text by sampled token windows too, not by whole chunks only.")
     min_run_tokens: int = Field(16, ge=1, description="Moved runs shorter than this are computed: loading costs more.")

@@ -86,12 +86,19 @@ def make_rotation(spec: RotarySpec, old: torch.Tensor, new: torch.Tensor) -> Rot
 
     The rounding of the model's own angles is reproduced, so moved keys equal computed keys to the last bits in float32.
     """
-    inv_freq = spec.inv_freq.to(new.device)
+    if spec.inv_freq.dim() == 1:
+        return Rotation(spec, *_tables(spec.inv_freq, old, new))
+    # most layers share theirs, and cosines are slow
+    distinct, layer = torch.unique(spec.inv_freq, dim=0, return_inverse=True)
+    cos, sin = (table[layer.to(new.device), None] for table in _tables(distinct, old, new))
+    return Rotation(spec, cos, sin)  # [L, 1, n, R/2]
+
+
+def _tables(inv_freq: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, float32 [..., n, R/2], of the angle between two positions."""
+    inv_freq = inv_freq.to(new.device)
     delta = angles(new, inv_freq) - angles(old, inv_freq)
-    cos, sin = delta.cos().float(), delta.sin().float()
-    if cos.dim() == 3:  # per layer: [L, n, R/2] -> [L, 1, n, R/2]
-        cos, sin = cos[:, None], sin[:, None]
-    return Rotation(spec, cos, sin)
+    return delta.cos().float(), delta.sin().float()
 
 
 def shift(x: torch.Tensor, old: torch.Tensor, new: torch.Tensor, spec: RotarySpec, out: torch.Tensor) -> None:

@@ -1,21 +1,25 @@
-"""Writes stored rows into the place of a prompt: copied when they did not move, rotated once when they did."""
+"""Writes stored rows into the place of a prompt: copied when they did not move, rotated once when they did.
+
+Packed rows (`kvboost.codec`) are stored before rotation, so they are rotated once in either case.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvboost.codec import SLOTS, Turns, has_plain_rows, read_rows
 from kvboost.hf.layout import KVLayout
-from kvboost.rotary import RotarySpec, Rotation, make_rotation
-from kvboost.types import ChunkKV, Int32Array, Kind, LayerKV, ReusePlan, Segment
+from kvboost.rotary import RotarySpec, Rotation, Slot, make_rotation
+from kvboost.types import ChunkKV, Int32Array, Kind, LayerKV, PackedKV, ReusePlan, Segment
 
 
 @dataclass(slots=True)
 class LoadTimes:
-    """Seconds spent copying rows, and rotating them."""
+    """Seconds spent copying or unpacking rows, and rotating them; rows that need both count as rotated."""
 
     load_s: float = 0.0
     shift_s: float = 0.0
@@ -38,15 +42,14 @@ def load_rows(
     for i, group in enumerate(layout.groups):
         spec = group.rotary[regime]
         began = time.perf_counter()
-        rotation = _rotation(pieces, spec, num_rows, layout.device)
+        turns = _turns(pieces, i, spec, num_rows, layout.device)
         times.shift_s += time.perf_counter() - began
         for piece in pieces:
-            for slot in ("keys", "values"):
+            for slot in SLOTS:
                 began = time.perf_counter()
-                moved = piece.is_moved and spec.slot == slot
-                piece.write(i, slot, payload[i], rotation if moved else None, spec)
+                piece.write(i, slot, payload[i], turns)
                 spent = time.perf_counter() - began
-                if moved and rotation is not None:
+                if spec.slot == slot and spec.style != "none" and piece.is_turned(i):
                     times.shift_s += spent
                 else:
                     times.load_s += spent
@@ -79,21 +82,26 @@ class _Piece:
     def is_moved(self) -> bool:
         return self.position != self.segment.span.start
 
-    def write(self, group: int, slot: str, target: LayerKV, rotation: Rotation | None, spec: RotarySpec) -> None:
-        """Copies or rotates one slot of one layer group to its place, then applies what a link has of its own."""
-        span = self.segment.span
-        rows = getattr(self.donor.payload[group], slot)[:, :, self.offset : self.offset + len(span)]
-        out = getattr(target, slot)[:, :, span.start : span.stop]
-        if rotation is None:
-            out.copy_(rows)
-        else:
-            rotation.apply(rows.to(out.device), slice(span.start, span.stop), out)
-        if self.record.header.corrected:
-            self._add_correction(getattr(self.record.payload[group], slot)[:, :, -1:], spec, slot, out)
-        if self.record.header.rows is not None:
-            self._overlay(getattr(self.record.payload[group], slot), self.record.header.rows, out)
+    def is_turned(self, group: int) -> bool:
+        """Whether rows of this layer group must be rotated: they were moved, or are stored before rotation."""
+        return self.is_moved or isinstance(self.donor.payload[group], PackedKV)
 
-    def _add_correction(self, row: torch.Tensor, spec: RotarySpec, slot: str, out: torch.Tensor) -> None:
+    def write(self, group: int, slot: Slot, target: LayerKV, turns: Turns) -> None:
+        """Copies, rotates or unpacks one slot of one layer group to its place, and adds what a link has of its own."""
+        span, header = self.segment.span, self.record.header
+        out = getattr(target, slot)[:, :, span.start : span.stop]
+        if not self.is_moved:
+            turns = replace(turns, moved=None)
+        read_rows(self.donor.payload[group], slot, self.offset, out, turns, span)
+        if header.source is None:
+            return
+        own = self.record.payload[group].named()[slot]
+        if header.corrected:
+            self._add_correction(own[:, :, -1:], turns.spec, slot, out)
+        if header.rows is not None:
+            self._overlay(own, header.rows, out)
+
+    def _add_correction(self, row: torch.Tensor, spec: RotarySpec, slot: Slot, out: torch.Tensor) -> None:
         """Adds one row [L, H, 1, D], stored before rotation, to every row of `out` [L, H, n, D]."""
         added = row.to(out.device).float().expand(out.shape).contiguous()
         if spec.slot == slot and spec.style != "none":
@@ -111,11 +119,27 @@ class _Piece:
         out[:, :, rows[wanted].to(out.device)] = held.to(out.device)
 
 
-def _rotation(pieces: Sequence[_Piece], spec: RotarySpec, num_rows: int, device: torch.device) -> Rotation | None:
+def _turns(pieces: Sequence[_Piece], group: int, spec: RotarySpec, num_rows: int, device: torch.device) -> Turns:
+    """The rotations that the pieces need in one layer group."""
+    if spec.style == "none":
+        return Turns(spec)
+    donors = [p.donor.payload[group] for p in pieces]
+    moving = [p for p, donor in zip(pieces, donors, strict=True) if p.is_moved and has_plain_rows(donor)]
+    packed = [p for p, donor in zip(pieces, donors, strict=True) if isinstance(donor, PackedKV)]
+    return Turns(
+        spec, _rotation(moving, spec, num_rows, device), _rotation(packed, spec, num_rows, device, from_zero=True)
+    )
+
+
+def _rotation(
+    pieces: Sequence[_Piece], spec: RotarySpec, num_rows: int, device: torch.device, *, from_zero: bool = False
+) -> Rotation | None:
     """One table of angles for all rows of the prompt: many small ones would cost more than the rotation."""
-    if spec.style == "none" or not any(p.is_moved for p in pieces):
+    if not pieces:
         return None
     new = torch.arange(num_rows, device=device)
+    if from_zero:
+        return make_rotation(spec, torch.zeros_like(new), new)
     old = new.clone()
     for piece in pieces:
         span = piece.segment.span
