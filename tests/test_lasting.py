@@ -106,3 +106,37 @@ def test_encrypted_records_hold_no_token_and_are_read_back(tmp_path: Path) -> No
     assert not any(chunk in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
     with on_disk(tmp_path, **flags) as second:
         assert greedy(second.generate, prompt("0123"), 1).report.exact_tokens == prompt().shape[1] - 1
+
+
+@pytest.mark.parametrize("codec", ["int8", "k8v4"])
+def test_packed_chunks_are_served_inexact_and_never_called_exact(tmp_path: Path, codec: str) -> None:
+    with on_disk(tmp_path, codec=codec) as kv:
+        before = greedy(kv.generate, prompt("0123"))
+        assert kv.flush()
+        assert {r.codec for r in headers(kv)} == {codec}
+        out = greedy(kv.generate, prompt("0123"))
+        assert out.report.exact_tokens == 0
+        assert out.report.continued_tokens == prompt().shape[1] - 1
+        assert 0 < relative_error(logits(out.output)[:1], logits(before.output)[:1]) < 0.1
+        exact = greedy(kv.generate, prompt("0123"), fidelity="exact")
+        assert exact.report.fresh_tokens == prompt().shape[1]
+        assert relative_error(logits(exact.output), logits(before.output)) <= 1e-5
+    with on_disk(tmp_path) as second:
+        restarted = greedy(second.generate, prompt("0123"))
+        assert restarted.report.exact_tokens + restarted.report.continued_tokens == prompt().shape[1] - 1
+        assert relative_error(logits(restarted.output)[:1], logits(before.output)[:1]) < 0.1
+
+
+def test_the_codec_of_one_request_holds_for_what_it_writes() -> None:
+    kv = engine(build("llama"))
+    greedy(kv.generate, prompt("0123"), 1, codec="k8v4")
+    greedy(kv.generate, prompt("0123"), 1, cache_salt="other")
+    assert kv.flush()
+    assert {h.codec for h in headers(kv)} == {"k8v4", "none"}
+    assert greedy(kv.generate, prompt("0123"), 1, cache_salt="other").report.exact_tokens == prompt().shape[1] - 1
+
+
+def headers(kv: KVBoost) -> list[Any]:
+    memory = kv.store.tiers[0]
+    with memory.get_many(list(memory._records)) as lease:  # type: ignore[attr-defined]
+        return [r.header for r in lease.records.values()]

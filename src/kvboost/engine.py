@@ -26,6 +26,7 @@ from kvboost import prompts
 from kvboost.capture import make_records
 from kvboost.chunking import Chunker, Separators, make_chunker
 from kvboost.chunking.explicit import ExplicitChunker
+from kvboost.codec import Codec
 from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
 from kvboost.errors import InputError, OutOfMemory, SettingsError
 from kvboost.hf import compat, generation
@@ -34,6 +35,7 @@ from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
 from kvboost.hf.loading import check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, stock_prefill
+from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
@@ -43,6 +45,7 @@ from kvboost.shadow import Shadow, ShadowResult
 from kvboost.stats import Backoff, EngineStats, InFlight
 from kvboost.store import Tier, TieredStore
 from kvboost.store.opening import open_store
+from kvboost.store.writing import Encode
 from kvboost.types import ChunkHeader, ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
@@ -125,6 +128,7 @@ class KVBoost:
         self.shadow = Shadow(self._prefill_in_full)
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
+        self._probes: dict[tuple[Codec, bytes], QuantProbe] = {}
         self._separators = Separators.from_tokenizer(tokenizer)
         self._chunkers: dict[tuple[object, ...], Chunker] = {}
         for warning in [*unknown_environment(), *self.support.warnings, *self._limitations()]:
@@ -256,6 +260,16 @@ class KVBoost:
         """
         self._fingerprint.renew()
         return self.store.tiers[0].delete()
+
+    def quantization(self, codec: Codec) -> QuantProbe:
+        """What `codec` costs this model: measured by one short forward, again when the weights have changed."""
+        name = (codec, self._fingerprint.current())
+        with model_lock(self.model):
+            if name not in self._probes:
+                self._probes[name] = probe_quantization(self.model, self.support, codec)
+                if self._probes[name].refused is not None:
+                    logger.warning("chunks are kept as computed, not as %s: %s", codec, self._probes[name].refused)
+            return self._probes[name]
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until what was captured is encoded and in the slower tiers; False if that takes longer."""
@@ -463,7 +477,16 @@ class KVBoost:
             filled.correction,
             max(0.0, computed_s) / max(1, report.fresh_tokens + report.repaired_tokens),
         )
-        return self.store.put_many(records)
+        return self.store.put_many(records, self._encoder(settings, filled.plan.num_tokens))
+
+    def _encoder(self, settings: Settings, num_tokens: int) -> Encode | None:
+        """What packs the records of a prompt of so many tokens, if the settings ask for it and the model allows it."""
+        if settings.codec == "none":
+            return None
+        packer = self.quantization(settings.codec).packer(
+            self.support.require_layout(), self.support.regime(num_tokens)
+        )
+        return None if packer is None else packer.encode
 
     # --- shadow verification ----------------------------------------------------------------------------------------
 
