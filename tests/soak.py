@@ -42,9 +42,9 @@ def main(mode: str, budget_bytes: int, requests: int) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     kv = KVBoost(model, cache_bytes=budget_bytes, risk_bound=1e9)  # 128 KiB of KV per token
     rng = random.Random(0)
-    documents = [[rng.randrange(3, 490) for _ in range(rng.randrange(50, 180))] for _ in range(150)]
+    documents = [[rng.randrange(3, 490) for _ in range(rng.randrange(20, 180))] for _ in range(150)]
     for _ in range(requests):
-        chosen = rng.sample(documents, 3)
+        chosen = rng.sample(documents, rng.choice([1, 1, 2, 3]))
         ids = [rng.randrange(3, 490) for _ in range(40)] + [token for document in chosen for token in document]
         report = kv.generate(ids, max_new_tokens=2, do_sample=False, disable=mode == "off").report
         assert mode == "off" or report.fallback is None, report.fallback

@@ -11,6 +11,7 @@ from families import build, build_fresh
 from kvboost import KVBoost
 from kvboost.errors import SettingsError
 from kvboost.types import Kind
+from redis_server import RedisServer
 from scenario import engine, greedy, logits, plain_logits, prompt, relative_error
 
 pytestmark = pytest.mark.smoke
@@ -134,6 +135,53 @@ def test_the_codec_of_one_request_holds_for_what_it_writes() -> None:
     assert kv.flush()
     assert {h.codec for h in headers(kv)} == {"k8v4", "none"}
     assert greedy(kv.generate, prompt("0123"), 1, cache_salt="other").report.exact_tokens == prompt().shape[1] - 1
+
+
+def on_redis(server: RedisServer, **flags: Any) -> KVBoost:
+    return engine(build("llama"), redis_url=server.url, hash_secret="secret", redis_timeout_s=0.5, **flags)
+
+
+def test_a_second_machine_is_warm_through_redis(redis_server: RedisServer) -> None:
+    with (
+        on_redis(redis_server, cache_salt="machines") as first,
+        on_redis(redis_server, cache_salt="machines") as second,
+    ):
+        greedy(first.generate, prompt("0123"), 1)
+        assert first.flush()
+        out = greedy(second.generate, prompt("0123"))
+        assert out.report.exact_tokens == prompt().shape[1] - 1
+        assert set(out.report.bytes_by_tier) == {"redis"}
+        assert relative_error(logits(out.output), plain_logits(second.model, prompt("0123"))) <= 1e-5
+        stranger = greedy(second.generate, prompt("0123"), 1, cache_salt="stranger")
+        assert stranger.report.fresh_tokens == prompt().shape[1]
+
+
+def test_every_request_is_answered_rightly_whatever_redis_does(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    truth = {order: plain_logits(build("llama"), prompt(order)) for order in ("0123", "31", "20", "13")}
+    try:
+        with on_redis(server, recompute_head_tokens=10_000) as kv:
+
+            def answer(order: str) -> None:
+                kv.store.tiers[0].delete()  # so that Redis is asked
+                assert relative_error(logits(greedy(kv.generate, prompt(order)).output), truth[order]) <= 1e-4
+
+            answer("0123")
+            assert kv.flush()
+            answer("31")
+            with server.paused():
+                answer("20")
+            server.stop()
+            answer("13")
+            answer("0123")
+            server.start()  # empty
+            answer("31")
+            errors = kv.store.stats_by_tier()["redis"].errors
+            assert errors.get("timeout", 0) >= 1
+            assert errors.get("unreachable", 0) + errors.get("open", 0) >= 1
+            assert kv.stats.fallbacks == {}
+    finally:
+        server.stop()
 
 
 def headers(kv: KVBoost) -> list[Any]:
