@@ -144,6 +144,14 @@ def test_doctor_json_tells_layers_bytes_and_probed_base(stories: str) -> None:
     assert all(e <= found["self_check_tolerance"] for e in found["self_check"].values())
 
 
+def test_doctor_tells_what_quantizing_would_cost(stories: str) -> None:
+    found = json.loads(run("doctor", stories, "--json").stdout)["quantization"]
+    assert found["int8"]["refused"] is None
+    assert 0 < found["int8"]["kl"] < found["k8v4"]["kl"]
+    assert found["int8"]["least_db"]["keys"] > 50
+    assert "codec k8v4" in run("doctor", stories).stdout
+
+
 def test_doctor_reports_gpt2_as_exact_only_with_the_reason(gpt2: str) -> None:
     result = run("doctor", gpt2)
     assert result.exit_code == 1, result.output

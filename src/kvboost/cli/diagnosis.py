@@ -13,9 +13,13 @@ from kvboost.hf import declared
 from kvboost.hf.support import COARSE_TOLERANCE, TOLERANCE
 
 if TYPE_CHECKING:
+    from kvboost.codec import Codec
     from kvboost.engine import KVBoost
     from kvboost.hf.layout import LayerLayout
+    from kvboost.hf.quant_probe import QuantProbe
     from kvboost.rotary import RotarySpec
+
+CODECS: tuple[Codec, ...] = ("int8", "k8v4")
 
 
 @dataclass(slots=True)
@@ -43,6 +47,7 @@ class Diagnosis:
     min_run_tokens: int  # the setting: shorter moved runs are computed
     break_even_tokens: int | None = None
     run_costs: list[dict[str, float]] = field(default_factory=list)  # what `break_even_tokens` was found from
+    quantization: dict[str, dict[str, Any]] = field(default_factory=dict)  # by codec: dB, nat, plain layers, refusal
 
 
 def diagnose(kv: KVBoost, name: str) -> Diagnosis:
@@ -70,11 +75,23 @@ def diagnose(kv: KVBoost, name: str) -> Diagnosis:
         notes=list(support.notes),
         min_run_tokens=kv.settings().min_run_tokens,
     )
+    if support.refused is None:
+        found.quantization = {codec: _quantization(kv.quantization(codec)) for codec in CODECS}
     if not found.limited:
         costs = measure_costs(kv)
         found.break_even_tokens = break_even(costs)
         found.run_costs = [{"tokens": c.tokens, "compute_s": c.compute_s, "reuse_s": c.reuse_s} for c in costs]
     return found
+
+
+def _quantization(probe: QuantProbe) -> dict[str, Any]:
+    worst = {slot: min(min(heads) for heads in layers) for slot, layers in probe.psnr_db.items()}
+    return {
+        "refused": probe.refused,
+        "least_db": {slot: round(db, 1) for slot, db in worst.items()},
+        "kl": probe.kl,
+        "plain_layers": sorted(probe.plain_layers),
+    }
 
 
 def _length_limits(kv: KVBoost) -> list[str]:

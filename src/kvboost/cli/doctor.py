@@ -71,6 +71,7 @@ def _facts(found: Diagnosis) -> list[tuple[str, str | Text]]:
         facts.append(("KV per token", f"{bytes_text(found.bytes_per_token)} ({per_thousand} per 1,000 tokens)"))
     facts += [(f"{name} check", _check(name, e, found.self_check_tolerance)) for name, e in found.self_check.items()]
     facts += [("declared", f"{name} = {value}") for name, value in found.declared_rotary.items()]
+    facts += [(f"codec {codec}", _codec(measured)) for codec, measured in found.quantization.items()]
     if not found.limited:
         facts.append(("break-even", _break_even(found)))
     return facts
@@ -83,6 +84,15 @@ def _check(name: str, error: float, tolerance: float) -> str:
         "shift": "moved keys, against keys computed there",
     }.get(name, name)
     return f"{'ok' if error <= tolerance else 'FAILED'}, off by {error:.1e} of {tolerance:.0e} allowed ({meaning})"
+
+
+def _codec(measured: dict[str, Any]) -> str:
+    if measured["refused"] is not None:
+        return f"not used: {measured['refused']}"
+    least = ", ".join(f"{slot} {db:.1f} dB" for slot, db in measured["least_db"].items())
+    plain = ", ".join(map(str, measured["plain_layers"]))
+    kept = f"layers {plain} stay as computed" if plain else "no layer has to stay as computed"
+    return f"adds {measured['kl']:.2g} nat per token; the worst head comes back with {least}; {kept}"
 
 
 def _break_even(found: Diagnosis) -> str:
