@@ -38,7 +38,8 @@ def run(
 ) -> None:
     """Answer a prompt greedily and print the text.
 
-    The cache lives in this process, so a single call reuses only what --warm computed before.
+    A single call reuses what --warm computed before, and what earlier calls kept if KVBOOST_DISK_DIRECTORY or
+    KVBOOST_REDIS_URL is set.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
