@@ -13,6 +13,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -127,13 +128,18 @@ class WriteBehind:
     def close(self, timeout_s: float) -> bool:
         """Takes no more writes, and writes what is queued; False if some was lost for lack of time. Twice is once."""
         self._check_fork()
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closed = True
+            thread = self._thread
             done = self._changed.wait_for(lambda: not self._queue and not self._current, timeout_s)
             self._counts["queue_closed"] += len(self._queue)
             self._queue.clear()
             self._bytes = sum(w.record.num_bytes for w in self._current)
             self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            # it lets go of its last records after it told: tensors freed while the interpreter ends abort the process
+            thread.join(max(0.0, deadline - time.monotonic()))
         return done
 
     def _check_fork(self) -> None:
@@ -190,5 +196,5 @@ _running: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
 def _close_all() -> None:
     """A process that ends writes what it has queued: a command that warms a text wants it to last."""
     for queue in list(_running):
-        if queue.pending_bytes and not queue.close(EXIT_S):
+        if not queue.close(EXIT_S):
             logger.warning("the process ends with records that were not written to the slower tiers")
