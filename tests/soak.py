@@ -1,6 +1,6 @@
 """A soak in a process of its own: prints the anonymous memory that is resident after many requests.
 
-    python tests/soak.py on|off BUDGET_BYTES REQUESTS
+    python tests/soak.py on|off BUDGET_BYTES REQUESTS [LAYERS]
 
 Both modes run the same requests on the same tiny model; the difference is what the cache holds (DECISIONS 25).
 """
@@ -24,13 +24,13 @@ def resident_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(mode: str, budget_bytes: int, requests: int) -> None:
+def main(mode: str, budget_bytes: int, requests: int, layers: int = 8) -> None:
     config = AutoConfig.for_model(
         "llama",
         vocab_size=500,
         hidden_size=64,
         intermediate_size=32,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=32,
         head_dim=64,
@@ -40,7 +40,7 @@ def main(mode: str, budget_bytes: int, requests: int) -> None:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    kv = KVBoost(model, cache_bytes=budget_bytes, risk_bound=1e9)  # 128 KiB of KV per token
+    kv = KVBoost(model, cache_bytes=budget_bytes, risk_bound=1e9)  # 16 KiB of KV per token and layer
     rng = random.Random(0)
     documents = [[rng.randrange(3, 490) for _ in range(rng.randrange(20, 180))] for _ in range(150)]
     for _ in range(requests):
@@ -55,4 +55,4 @@ def main(mode: str, budget_bytes: int, requests: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))
