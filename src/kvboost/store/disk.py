@@ -237,15 +237,21 @@ class DiskTier:
         return -1 if self._ttl_s is None else time.time_ns() - int(self._ttl_s * 1e9)
 
     def _write_notes(self, index: DiskIndex, now: bool = False) -> None:
-        """Writes uses and removals that were noted, if they are many. A request does not wait for other writers."""
+        """Writes uses and removals that were noted, if they are many. A request does not wait for other writers.
+
+        Where the directory cannot be written (full, read-only) they wait on, and what is there is still served.
+        """
         if index.num_noted < (1 if now else MAX_NOTES):
             return
         try:
             with index.writing(wait=now):
                 pass
         except sqlite3.OperationalError as error:
-            if kind_of(error) != "busy":
+            kind = kind_of(error)
+            if kind == "index":
                 raise
+            if kind != "busy":
+                self._trouble.note(kind, f"{self.directory}: uses cannot be written: {error}")
 
     # --- put and delete --------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ BLOCK_BYTES = 4096  # that file systems hand out
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}-[0-9a-f]{8}\.kv")
 _TEMPORARY = ".tmp"
 _PREFIX_BYTES = 64
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in the place of a file is not waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class RecordFiles:
 
     def read(self, name: str, num_bytes: int) -> memoryview:
         """A file's bytes in memory of their own, writable. Raises `DamagedRecord` if it has another length."""
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._path(name), _READ)
         try:
             return _read(fd, num_bytes)
         finally:
@@ -98,7 +99,7 @@ class RecordFiles:
 
     def read_head(self, name: str) -> memoryview:
         """The head of a record, for `unpack_header`. Raises `DamagedRecord`."""
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._path(name), _READ)
         try:
             length = head_length(os.pread(fd, _PREFIX_BYTES, 0))
             head = os.pread(fd, length, 0)
