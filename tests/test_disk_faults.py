@@ -13,8 +13,10 @@ import signal
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from disk_children import LARGE, NOBODY, identity, is_right, limit_for, open_tie
 from kvboost.store import disk, disk_files, records
 from kvboost.store.disk import DiskTier
 from kvboost.store.records import Seal, pack
+from kvboost.types import ChunkKV
 
 processes = mp.get_context("forkserver")
 
@@ -511,3 +514,72 @@ def test_ten_thousand_records_start_within_two_seconds(folder: Path, record_prop
     record_property("started_s", started_s)
     print(f"start-up with 10,000 records {started_s:.3f} s; with a new index {rebuilt_s:.2f} s")  # noqa: T201
     assert started_s < 2
+
+
+# --- what holds readers up ------------------------------------------------------------------------------------------
+
+MANY = 300  # uses that are noted before they are written: more than `disk.MAX_NOTES`
+
+
+def test_records_are_served_while_the_index_cannot_be_written(folder: Path) -> None:
+    tier = open_tier(folder)
+    tier.put_many([record(n) for n in range(MANY)])
+    index = tier._index
+    assert index is not None
+    index._writer.execute("PRAGMA query_only = ON")  # as on a file system that was made read-only or is full
+    for _ in range(3):
+        assert held(tier, range(MANY)) == set(range(MANY))
+    assert set(tier.stats().errors) == {"permission"}
+    index._writer.execute("PRAGMA query_only = OFF")
+    tier.close()
+    tier = open_tier(folder)
+    assert max(r.hits for r in tier.records()) >= 3, "the uses were written when that was possible again"
+    tier.close()
+
+
+def test_a_request_does_not_wait_for_a_thread_that_writes(folder: Path) -> None:
+    tier = open_tier(folder)
+    tier.put_many([record(n) for n in range(MANY)])
+    index = tier._index
+    assert index is not None
+    writing, read = threading.Event(), threading.Event()
+    waited = []
+
+    def write() -> None:
+        with index.writing():
+            writing.set()
+            waited.append(not read.wait(10))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    writing.wait()
+    assert held(tier, range(MANY)) == set(range(MANY))
+    read.set()
+    thread.join()
+    assert waited == [False]
+    tier.close()
+
+
+def test_a_record_that_would_spoil_the_index_does_not(folder: Path) -> None:
+    """NaN is no number to SQLite: such a record made the index be thrown away, at every start again."""
+    written(folder, 2)
+    tier = DiskTier(folder, LARGE, Seal(children.SECRET))
+    honest = record(9)
+    forged = ChunkKV(replace(honest.header, cost_s=float("nan")), honest.payload)
+    record_files(folder)[0].write_bytes(pack(forged, Seal(children.SECRET)))
+    tier.close()
+    (folder / disk.FOLDER / "index.db").unlink()
+    tier = open_tier(folder)
+    assert tier.stats().entries == 1
+    assert set(tier.stats().errors) == {"damaged"}
+    tier.close()
+
+
+def test_a_pipe_in_the_place_of_a_record_file_is_a_miss(folder: Path) -> None:
+    written(folder, 2)
+    for path in record_files(folder):
+        path.unlink()
+        os.mkfifo(path)
+    tier = open_tier(folder)
+    assert held(tier, range(2)) == set()
+    tier.close()
