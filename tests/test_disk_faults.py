@@ -214,7 +214,7 @@ def assert_only_misses(report: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 @pytest.mark.may_skip("is covered by the next test where the user is not root")
-@pytest.mark.parametrize("which", ["the directory", "what is in it", "a single file"])
+@pytest.mark.parametrize("which", ["the directory", "what is in it", "open to all", "a single file"])
 def test_a_directory_of_another_user_gives_misses(which: str) -> None:
     with tempfile.TemporaryDirectory() as name:  # pytest's folders cannot be entered by others at all
         folder = Path(name)
@@ -223,6 +223,9 @@ def test_a_directory_of_another_user_gives_misses(which: str) -> None:
             written(folder, 2)
         else:
             folder.chmod(0o755)
+        if which == "open to all":  # who owns it could read what others put there
+            for path in folder.rglob("*"):
+                path.chmod(0o777)
         if which == "a single file":
             for path in [folder, *folder.rglob("*")]:
                 os.chown(path, NOBODY, NOBODY)
@@ -582,4 +585,20 @@ def test_a_pipe_in_the_place_of_a_record_file_is_a_miss(folder: Path) -> None:
         os.mkfifo(path)
     tier = open_tier(folder)
     assert held(tier, range(2)) == set()
+    tier.close()
+
+
+def test_what_a_wrong_clock_dated_ahead_is_not_kept_for_ever(folder: Path) -> None:
+    written(folder, 10)
+    orphan = record_files(folder)[0].with_name("0" * 32 + "-00000000.kv")
+    orphan.touch()
+    os.utime(orphan, (0, 0))
+    with sqlite3.connect(folder / disk.FOLDER / "index.db") as index:
+        ahead = time.time_ns() + 10**18
+        index.execute("UPDATE records SET used_ns = ?, written_ns = ? WHERE id <= 5", (ahead, ahead))
+        index.execute("UPDATE meta SET value = ? WHERE key = 'swept_ns'", (ahead,))
+    index.close()
+    tier = open_tier(folder)
+    assert not orphan.exists()
+    assert all(r.used_at_s <= time.time() for r in tier.records())
     tier.close()

@@ -8,6 +8,7 @@ Files are read, not mapped: a file that is cut while it is mapped, or a disk err
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -126,10 +127,15 @@ class RecordFiles:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, and those above it, that only this user may enter."""
+    """Makes a folder, and those above it, that only this user may enter.
+
+    Raises `PermissionError` if it belongs to another user, who could read what is put there; root may use it.
+    """
     folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+    status, user = folder.stat(), os.geteuid()
+    if status.st_uid != user and user != 0:
+        raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
+    if status.st_uid == user and status.st_mode & 0o077:
         folder.chmod(DIRECTORY_MODE)
 
 

@@ -332,6 +332,11 @@ class Writing:
         """Notes that files without a row were looked for."""
         self._connection.execute("UPDATE meta SET value = ? WHERE key = 'swept_ns'", (now_ns,))
 
+    def end_future(self, now_ns: int) -> None:
+        """Records that a wrong clock dated ahead would be the last to go: they count as used and written now."""
+        self._connection.execute("UPDATE records SET used_ns = ? WHERE used_ns > ?", (now_ns, now_ns))
+        self._connection.execute("UPDATE records SET written_ns = ? WHERE written_ns > ?", (now_ns, now_ns))
+
     def files(self) -> set[str]:
         """The files of all rows."""
         return {file for (file,) in self._connection.execute("SELECT file FROM records")}
