@@ -602,3 +602,23 @@ def test_what_a_wrong_clock_dated_ahead_is_not_kept_for_ever(folder: Path) -> No
     assert not orphan.exists()
     assert all(r.used_at_s <= time.time() for r in tier.records())
     tier.close()
+
+
+def test_many_records_wait_once_for_a_process_that_holds_the_index(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.store.disk_index.BUSY_S", 0.05)
+    tier = open_tier(folder)
+    assert tier._index is not None
+    tried: list[str] = []
+    tier._index._writer.set_trace_callback(lambda text: tried.append(text) if text.startswith("BEGIN") else None)
+    other = sqlite3.connect(folder / disk.FOLDER / "index.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert tier.put_many([record(n) for n in range(5)]) == 0
+    assert len(tried) <= 1
+    assert tier.stats().errors == {"busy": 5}
+    other.execute("ROLLBACK")
+    other.close()
+    monkeypatch.setattr(tier, "_paused_until", 0.0)  # ten seconds later
+    assert tier.put_many([record(1)]) > 0
+    tier.close()
