@@ -87,7 +87,7 @@ def exhausted(model: Any, times: int) -> Iterator[None]:
 
 
 def warmed() -> Any:
-    kv = engine(build("llama"), cache_bytes=1 << 26)
+    kv = engine(build("llama"), cache_bytes=1 << 20)
     greedy(kv.generate, prompt("0123"), 1)
     return kv
 
@@ -131,3 +131,13 @@ def test_out_of_memory_after_a_prefix_hit_is_answered_in_full() -> None:
         out = greedy(kv.generate, prompt("0123"))
     assert out.report.fallback == "out of memory"
     assert relative_error(logits(out.output), plain_logits(kv.model, prompt("0123"))) <= 1e-5
+
+
+def test_an_empty_cache_that_is_no_reason_for_the_lack_of_memory_goes_on() -> None:
+    kv = engine(build("llama"), cache_bytes=1 << 26)
+    for _ in range(6):
+        with exhausted(kv.model, 3), pytest.raises(OutOfMemory):
+            greedy(kv.generate, prompt("3120"))
+    assert kv.store.stats().bytes_limit > 1 << 20, "one prompt that is too long must not end caching for good"
+    greedy(kv.generate, prompt("3120"))
+    assert greedy(kv.generate, prompt("3120")).report.exact_tokens > 0

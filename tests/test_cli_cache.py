@@ -241,3 +241,47 @@ def test_an_existing_file_is_not_overwritten_and_a_foreign_one_not_read(cache: s
     assert "cannot read the archive" in result.stderr
     result = run("import", str(tmp_path / "absent"), str(tmp_path / "copy"))
     assert result.exit_code == 2
+
+
+def test_an_export_writes_through_no_link_and_is_private(cache: str, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    (tmp_path / "a.tar.part").symlink_to(precious)
+    (tmp_path / "b.tar.part").touch(0o644)
+    for name in ("a.tar", "b.tar"):
+        assert run("export", cache, str(tmp_path / name)).exit_code == 0
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert precious.read_text() == "x"
+    assert run("export", cache, str(tmp_path / "b.tar")).exit_code == 2, "it exists"
+    assert (tmp_path / "b.tar.part").exists(), "what another export may be writing is left alone"
+
+
+def header(size: bytes, kind: bytes = b"0") -> bytes:
+    """A tar header with a size field as given."""
+    field = bytearray(512)
+    field[:4], field[100:108], field[124:136], field[156:157] = b"a.kv", b"0000600\0", size, kind
+    field[257:265], field[148:156] = b"ustar\x0000", b" " * 8
+    field[148:156] = b"%06o\0 " % sum(field)
+    return bytes(field)
+
+
+@pytest.mark.parametrize(
+    "archive",
+    [
+        header(b"\x80" + b"\x7f" * 11) + bytes(2048),  # the tar module would seek to there, for ever
+        header(b"\xff" * 12) + bytes(2048),
+        header(b"00000000010\0", b"S") + bytes(2048),
+        header(b"00000000032\0", b"x") + b"26 GNU.sparse.map=a,b,c,d\n".ljust(512, b"\0") + header(b"00000000010\0"),
+    ],
+    ids=["huge", "negative", "sparse", "malformed"],
+)
+def test_an_archive_that_claims_the_impossible_is_an_error(archive: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(archive + bytes(1024))
+    result = run("import", str(tmp_path / "a.tar"), str(tmp_path / "new"))
+    assert result.exit_code == 2
+    assert "cannot read the archive" in result.output
+
+
+def test_a_place_that_cannot_be_is_an_error() -> None:
+    assert run("ls", "x" * 5000).exit_code == 2
+    assert run("ls", "redis://[::1").exit_code == 2

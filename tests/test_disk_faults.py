@@ -13,8 +13,10 @@ import signal
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from disk_children import LARGE, NOBODY, identity, is_right, limit_for, open_tie
 from kvboost.store import disk, disk_files, records
 from kvboost.store.disk import DiskTier
 from kvboost.store.records import Seal, pack
+from kvboost.types import ChunkKV
 
 processes = mp.get_context("forkserver")
 
@@ -211,7 +214,7 @@ def assert_only_misses(report: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 @pytest.mark.may_skip("is covered by the next test where the user is not root")
-@pytest.mark.parametrize("which", ["the directory", "what is in it", "a single file"])
+@pytest.mark.parametrize("which", ["the directory", "what is in it", "open to all", "a single file"])
 def test_a_directory_of_another_user_gives_misses(which: str) -> None:
     with tempfile.TemporaryDirectory() as name:  # pytest's folders cannot be entered by others at all
         folder = Path(name)
@@ -220,6 +223,9 @@ def test_a_directory_of_another_user_gives_misses(which: str) -> None:
             written(folder, 2)
         else:
             folder.chmod(0o755)
+        if which == "open to all":  # who owns it could read what others put there
+            for path in folder.rglob("*"):
+                path.chmod(0o777)
         if which == "a single file":
             for path in [folder, *folder.rglob("*")]:
                 os.chown(path, NOBODY, NOBODY)
@@ -511,3 +517,108 @@ def test_ten_thousand_records_start_within_two_seconds(folder: Path, record_prop
     record_property("started_s", started_s)
     print(f"start-up with 10,000 records {started_s:.3f} s; with a new index {rebuilt_s:.2f} s")  # noqa: T201
     assert started_s < 2
+
+
+# --- what holds readers up ------------------------------------------------------------------------------------------
+
+MANY = 300  # uses that are noted before they are written: more than `disk.MAX_NOTES`
+
+
+def test_records_are_served_while_the_index_cannot_be_written(folder: Path) -> None:
+    tier = open_tier(folder)
+    tier.put_many([record(n) for n in range(MANY)])
+    index = tier._index
+    assert index is not None
+    index._writer.execute("PRAGMA query_only = ON")  # as on a file system that was made read-only or is full
+    for _ in range(3):
+        assert held(tier, range(MANY)) == set(range(MANY))
+    assert set(tier.stats().errors) == {"permission"}
+    index._writer.execute("PRAGMA query_only = OFF")
+    tier.close()
+    tier = open_tier(folder)
+    assert max(r.hits for r in tier.records()) >= 3, "the uses were written when that was possible again"
+    tier.close()
+
+
+def test_a_request_does_not_wait_for_a_thread_that_writes(folder: Path) -> None:
+    tier = open_tier(folder)
+    tier.put_many([record(n) for n in range(MANY)])
+    index = tier._index
+    assert index is not None
+    writing, read = threading.Event(), threading.Event()
+    waited = []
+
+    def write() -> None:
+        with index.writing():
+            writing.set()
+            waited.append(not read.wait(10))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    writing.wait()
+    assert held(tier, range(MANY)) == set(range(MANY))
+    read.set()
+    thread.join()
+    assert waited == [False]
+    tier.close()
+
+
+def test_a_record_that_would_spoil_the_index_does_not(folder: Path) -> None:
+    """NaN is no number to SQLite: such a record made the index be thrown away, at every start again."""
+    written(folder, 2)
+    tier = DiskTier(folder, LARGE, Seal(children.SECRET))
+    honest = record(9)
+    forged = ChunkKV(replace(honest.header, cost_s=float("nan")), honest.payload)
+    record_files(folder)[0].write_bytes(pack(forged, Seal(children.SECRET)))
+    tier.close()
+    (folder / disk.FOLDER / "index.db").unlink()
+    tier = open_tier(folder)
+    assert tier.stats().entries == 1
+    assert set(tier.stats().errors) == {"damaged"}
+    tier.close()
+
+
+def test_a_pipe_in_the_place_of_a_record_file_is_a_miss(folder: Path) -> None:
+    written(folder, 2)
+    for path in record_files(folder):
+        path.unlink()
+        os.mkfifo(path)
+    tier = open_tier(folder)
+    assert held(tier, range(2)) == set()
+    tier.close()
+
+
+def test_what_a_wrong_clock_dated_ahead_is_not_kept_for_ever(folder: Path) -> None:
+    written(folder, 10)
+    orphan = record_files(folder)[0].with_name("0" * 32 + "-00000000.kv")
+    orphan.touch()
+    os.utime(orphan, (0, 0))
+    with sqlite3.connect(folder / disk.FOLDER / "index.db") as index:
+        ahead = time.time_ns() + 10**18
+        index.execute("UPDATE records SET used_ns = ?, written_ns = ? WHERE id <= 5", (ahead, ahead))
+        index.execute("UPDATE meta SET value = ? WHERE key = 'swept_ns'", (ahead,))
+    index.close()
+    tier = open_tier(folder)
+    assert not orphan.exists()
+    assert all(r.used_at_s <= time.time() for r in tier.records())
+    tier.close()
+
+
+def test_many_records_wait_once_for_a_process_that_holds_the_index(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.store.disk_index.BUSY_S", 0.05)
+    tier = open_tier(folder)
+    assert tier._index is not None
+    tried: list[str] = []
+    tier._index._writer.set_trace_callback(lambda text: tried.append(text) if text.startswith("BEGIN") else None)
+    other = sqlite3.connect(folder / disk.FOLDER / "index.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert tier.put_many([record(n) for n in range(5)]) == 0
+    assert len(tried) <= 1
+    assert tier.stats().errors == {"busy": 5}
+    other.execute("ROLLBACK")
+    other.close()
+    monkeypatch.setattr(tier, "_paused_until", 0.0)  # ten seconds later
+    assert tier.put_many([record(1)]) > 0
+    tier.close()

@@ -13,6 +13,7 @@ from kvboost import InputError, KVBoost, ModelError, SettingsError
 from kvboost.config import resolve, unknown_environment
 from kvboost.hf import declared
 from kvboost.hf.loading import load_model
+from kvboost.stats import EngineStats
 from scenario import engine
 
 
@@ -181,3 +182,17 @@ def test_messages_that_the_template_cannot_render_are_refused(smollm2_dir: Path)
 def test_a_path_that_does_not_exist_is_called_so() -> None:
     with pytest.raises(ModelError, match="there is no directory '/no/such/model'"):
         load_model("/no/such/model")
+
+
+def test_the_value_of_a_secret_setting_is_not_told() -> None:
+    with pytest.raises(SettingsError, match="hash_secret") as raised:
+        resolve({}, {"hash_secret": 12345678})
+    assert "12345678" not in str(raised.value)
+
+
+def test_reasons_that_quote_what_callers_sent_are_counted_together_beyond_a_number() -> None:
+    stats = EngineStats()
+    for number in range(1000):
+        stats.count_fallback(f"setting fidelity has the invalid value 'f{number}'")
+    assert len(stats.fallbacks) <= 65
+    assert stats.fallbacks.total() == 1000

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.keys import ANCHOR_TOKENS, ANCHOR_WINDOW, KeySpace
+from kvboost.store.records import Seal
 from kvboost.types import Int32Array
 
 TOKENS = st.lists(st.integers(0, 2**20), max_size=120).map(lambda x: np.array(x, np.int32))
@@ -80,3 +81,9 @@ def test_anchors_are_windows_of_the_text_in_order(tokens: Int32Array) -> None:
     by_window: dict[tuple[int, ...], bytes] = {}
     for at, name in anchors:
         assert by_window.setdefault(tuple(tokens[at : at + ANCHOR_TOKENS].tolist()), name) == name
+
+
+def test_any_text_can_be_a_namespace_or_a_secret() -> None:
+    """Half of a surrogate pair is what JSON may hold, and what an environment that is not UTF-8 gives."""
+    assert len({space(secret="\ud800").root, space(namespace="\ud800").root, space().root}) == 3
+    Seal("\udc80")

@@ -266,8 +266,16 @@ NONSENSE: list[tuple[str, Any]] = [
     ("rows", "00000000"),
     ("corrected", 1),
     ("corrected", True),
+    ("position", 2**31),
+    ("source", ["00", 2**31]),
     ("codec", None),
+    ("codec", "[/red]\x1b[31m"),
+    ("rows", np.arange(8, dtype="<i4").tobytes().hex()),  # as many as tokens, but of no link
     ("cost_s", "much"),
+    ("cost_s", "nan"),
+    ("cost_s", float("nan")),
+    ("cost_s", float("inf")),
+    ("cost_s", -1.0),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -259,3 +260,16 @@ def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builtins, "__import__", without_redis)
     with pytest.raises(SettingsError, match=r"pip install 'kvboost\[redis\]'"):
         RedisTier("redis://127.0.0.1", Seal())
+
+
+@pytest.mark.parametrize("url", ["redis://[::1", "redis://:pa\u2100ss@host/0", "rediss://:pa\u2100ss@host/0"])
+def test_a_url_that_cannot_be_split_is_refused_without_telling_it(url: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        RedisTier(url, Seal())
+    assert "ss@" not in str(raised.value)
+
+
+@pytest.mark.parametrize("settings", [{"ttl_s": math.inf}, {"ttl_s": 1e300}, {"timeout_s": math.inf}])
+def test_a_time_that_nobody_can_count_is_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(SettingsError, match="ttl_s and timeout_s"):
+        RedisTier("redis://localhost", Seal(), **settings)

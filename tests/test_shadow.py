@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +134,23 @@ def test_background_work_waits_while_a_request_runs() -> None:
     with in_flight:
         assert not in_flight.wait_until_idle(0.01)
     assert in_flight.wait_until_idle(0)
+
+
+def test_a_request_that_ends_after_the_interpreter_began_to_is_not_checked_and_does_not_fail() -> None:
+    program = """
+import threading
+ending = threading.Event()
+threading._register_atexit(ending.set)  # in front of the import: the last registered is called first
+import torch
+from kvboost.shadow import Shadow
+checks = Shadow(lambda ids: torch.zeros(3))
+def late():
+    ending.wait(20)
+    print(checks.offer(torch.zeros(1, 2), torch.zeros(3), 1.0), checks.stats().dropped)
+threading.Thread(target=late).start()
+"""
+    source = str(Path(shadow.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "None 1"), ended.stderr

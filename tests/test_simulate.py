@@ -340,3 +340,32 @@ def test_budgets_are_shares_of_the_footprint() -> None:
     cells = list(grid(t, [0.5, 1.0], ["lru"]))
     assert [c.capacity_tokens for c in cells] == [20, 40]
     assert [c.hit_rate for c in cells] == [c.hit_tokens / 60 for c in cells]
+
+
+CHAT = '{"messages": [{"role": "user", "content": %s}]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("[" * 100_000, "openai"),
+        ("1" * 5000, "openai"),
+        ('{"hash_ids": ["a"], "input_length": 5}', "mooncake"),
+        ('{"hash_ids": [null], "input_length": 5}', "mooncake"),
+        ('{"block_size": -64, "requests": [{"t": 0, "h": [[1, 20]]}]}', "claude_code"),
+        ('{"block_size": Infinity, "requests": []}', "claude_code"),
+    ],
+    ids=lambda v: v[:30],
+)
+def test_a_malformed_line_is_named(line: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line)
+    with pytest.raises(InputError, match="line 1 of"):
+        read(path, kind)
+
+
+@pytest.mark.parametrize("content", ["5", "true", '{"a": 1}', "null", "[5]"])
+def test_content_of_any_type_is_read(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(CHAT % content)
+    assert isinstance(read(path), Log)

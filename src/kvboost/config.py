@@ -215,7 +215,9 @@ def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings
             raise SettingsError(first["msg"]) from None
         origin = origins.get(name, "flag")
         shown = f"{ENV_PREFIX}{name.upper()}" if origin == "environment" else name
+        secret = name in Settings.model_fields and Settings.model_fields[name].annotation is SecretStr
+        value = "(not shown)" if secret else repr(first["input"])
         known = "" if name in Settings.model_fields else f" Known settings: {', '.join(Settings.model_fields)}."
         raise SettingsError(
-            f"setting {shown} (from {origin}) has the invalid value {first['input']!r}: {first['msg']}.{known}"
+            f"setting {shown} (from {origin}) has the invalid value {value}: {first['msg']}.{known}"
         ) from None

@@ -33,13 +33,13 @@ class KeySpace:
     """All names under one root. Two key spaces with different roots share no name."""
 
     def __init__(self, *, secret: str, fingerprint: bytes, namespace: str, regime: str = "") -> None:
-        key = blake3(secret.encode()).digest()
+        key = blake3(_utf8(secret)).digest()
         hasher = blake3(key=key)
-        for part in (FORMAT_VERSION.to_bytes(4, "little"), fingerprint, namespace.encode(), regime.encode()):
+        for part in (FORMAT_VERSION.to_bytes(4, "little"), fingerprint, _utf8(namespace), regime.encode()):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
         self.root: bytes = hasher.digest()
-        self.owner = blake3(b"owner" + namespace.encode(), key=key).digest(OWNER_BYTES) if namespace else b""
+        self.owner = blake3(b"owner" + _utf8(namespace), key=key).digest(OWNER_BYTES) if namespace else b""
 
     def content_hash(self, tokens: Int32Array) -> bytes:
         """Name of a text, wherever it stands."""
@@ -81,6 +81,11 @@ class History:
     def prefix_hashes(self, stops: Sequence[int]) -> list[bytes]:
         """Names of several prefixes."""
         return [self.prefix_hash(stop) for stop in stops]
+
+
+def _utf8(text: str) -> bytes:
+    """Bytes of any text, also of one with halves of surrogate pairs: an environment or a JSON string can hold them."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _winnow(tokens: Int32Array) -> npt.NDArray[np.intp]:

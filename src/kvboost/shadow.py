@@ -62,15 +62,23 @@ class Shadow:
         return self._suspended
 
     def offer(self, input_ids: torch.Tensor, logits: torch.Tensor, bound: float) -> Future[ShadowResult] | None:
-        """Queues the check of a prompt [1, T] that was answered from `logits` [V]; None if the queue is full."""
+        """Queues the check of a prompt [1, T] that was answered from `logits` [V].
+
+        None if the queue is full, or if no thread can be had (the process ends): the request has its answer already.
+        """
         with self._lock:
             if self._waiting >= MAX_WAITING:
                 self._dropped += 1
                 return None
+            try:
+                if self._workers is None:
+                    self._workers = ThreadPoolExecutor(1, thread_name_prefix="kvboost-shadow")
+                queued = self._workers.submit(self._check, input_ids, logits, bound)
+            except RuntimeError:
+                self._dropped += 1
+                return None
             self._waiting += 1
-            if self._workers is None:
-                self._workers = ThreadPoolExecutor(1, thread_name_prefix="kvboost-shadow")
-            return self._workers.submit(self._check, input_ids, logits, bound)
+            return queued
 
     def resume(self) -> None:
         """Forgets what was measured and lets inexact rows be served again."""

@@ -11,6 +11,9 @@ from kvboost.types import Kind, ReusePlan
 
 logger = logging.getLogger("kvboost")
 
+MAX_REASONS = 64  # counted apart: a reason may quote what a caller sent
+OTHER_REASONS = "other reasons"
+
 
 class InFlight:
     """Counts the requests that run, so that background work can give way. A context manager per request."""
@@ -87,6 +90,7 @@ class EngineStats:
         """Counts a request that transformers serves alone; the first of a reason is logged as a warning."""
         with self._lock:
             self.requests += 1
-            self.fallbacks[reason] += 1
-            first = self.fallbacks[reason] == 1
+            counted = reason if reason in self.fallbacks or len(self.fallbacks) < MAX_REASONS else OTHER_REASONS
+            self.fallbacks[counted] += 1
+            first = self.fallbacks[counted] == 1
         logger.log(logging.WARNING if first else logging.DEBUG, "request goes to transformers unchanged: %s", reason)

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -39,18 +40,19 @@ def write_archive(path: Path, store: LastingTier) -> tuple[int, Counter[str]]:
 
     Nothing is left at `path` if it fails. Raises `InputError` if the file exists or cannot be written.
     """
-    partial = path.with_name(f"{path.name}.part")
+    partial = ""
     try:
-        if path.exists():
+        if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "it exists already")
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        number, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)  # mode 0600
+        with open(number, "wb") as file:
             counts = _write_records(file, store)
         os.rename(partial, path)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
     finally:
         with suppress(OSError):
-            partial.unlink()
+            os.unlink(partial)
     return counts
 
 
@@ -112,13 +114,15 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _members(path: Path) -> Iterator[bytes]:
-    """Each file in an archive. Raises `InputError` if it is none, or ends too early."""
+    """Each file in an archive. Raises `InputError` if it is none, ends too early, or holds what no record can be."""
     try:
         with tarfile.open(path, mode="r|") as archive:
             for member in archive:
-                if member.isfile() and member.size <= MAX_RECORD_BYTES:
+                if not 0 <= member.size <= MAX_RECORD_BYTES or member.issparse():  # a few bytes that claim to be many
+                    raise tarfile.ReadError(f"a member of {member.size} bytes is no record")
+                if member.isfile():
                     file = archive.extractfile(member)
                     yield file.read() if file is not None else b""
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"cannot read the archive {str(path)!r}: {reason}") from None

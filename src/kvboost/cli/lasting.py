@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,6 @@ def described(record: StoredRecord) -> dict[str, Any]:
     header = record.header
     if header is None:
         raise KVBoostError("a damaged record cannot be described")
-    used = datetime.fromtimestamp(record.used_at_s).isoformat(" ", "seconds") if record.used_at_s else "-"
     return {
         "position": header.position,
         "tokens": len(header.tokens),
@@ -70,8 +70,15 @@ def described(record: StoredRecord) -> dict[str, Any]:
         "codec": header.codec,
         "bytes": record.num_bytes,
         "hits": record.hits,
-        "used": used,
+        "used": _time_text(record.used_at_s),
     }
+
+
+def _time_text(unix_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(unix_s).isoformat(" ", "seconds") if unix_s else "-"
+    except (ValueError, OverflowError, OSError):  # a server that others write to can tell any number
+        return "?"
 
 
 def secret_seal(*, encrypt: bool = False) -> Seal:
@@ -108,7 +115,7 @@ def _open(where: str, prefix: str | None, create: bool, seal: Seal) -> LastingTi
         raise InputError("--prefix is for Redis; a directory has none")
     from kvboost.store.disk import FOLDER, DiskTier
 
-    if not create and not (Path(where) / FOLDER).exists():
+    if not create and not os.path.exists(Path(where) / FOLDER):
         raise InputError(f"there is no cache of this release in {where!r}: it has no folder {FOLDER}")
     return DiskTier(where, UNLIMITED_BYTES, seal)
 

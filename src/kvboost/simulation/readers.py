@@ -45,7 +45,7 @@ def detect(line: str) -> str:
     """The format that a file's first line looks like."""
     try:
         value = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return "prompts"
     if not isinstance(value, dict):
         return "prompts"
@@ -66,6 +66,8 @@ def read_mooncake(path: Path, lines: list[tuple[int, str]]) -> Trace:
         pieces = []
         for i in ids:
             size = min(MOONCAKE_BLOCK_TOKENS, rest)
+            if not isinstance(i, int):
+                raise with_error(f"the block {i!r} is no number")
             if size <= 0:
                 raise with_error(f"{len(ids)} blocks are too many for {value['input_length']} tokens")
             pieces.append(Piece(b"%d" % i, size))
@@ -82,8 +84,8 @@ def read_claude_code(path: Path, lines: list[tuple[int, str]]) -> Trace:
         where = _Where(path, number)
         value = where.json(line)
         try:
-            sessions.append((int(value["block_size"]), list(_session(value["requests"], 0.0))))
-        except (KeyError, TypeError, ValueError) as error:
+            sessions.append((_block_tokens(value["block_size"]), list(_session(value["requests"], 0.0))))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise where(f"it is no session: {error!r}") from None
     span_s = sum(max((t for t, _ in requests), default=0.0) for _, requests in sessions) / CONCURRENT_SESSIONS
     events: list[tuple[float, int, list[Piece]]] = []
@@ -148,8 +150,16 @@ def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(str(p.get("text", "")) for p in content if isinstance(p, Mapping))
+    elif content is not None and not isinstance(content, str):
+        content = json.dumps(content)
     calls = message.get("tool_calls")
     return (content or "") + (json.dumps(calls) if calls else "")
+
+
+def _block_tokens(value: Any) -> int:
+    if int(value) < 1:
+        raise ValueError(f"a block of {value!r} tokens")
+    return int(value)
 
 
 def _session(requests: list[Any], base_s: float) -> Iterator[tuple[float, list[int]]]:
@@ -193,7 +203,7 @@ class _Where:
     def json(self, line: str) -> Any:
         try:
             return json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # of no JSON, of numbers and nesting beyond what Python reads
             raise self(f"it is not JSON: {error}") from None
 
     def get(self, value: Any, key: str, kind: type) -> Any:

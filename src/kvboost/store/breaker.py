@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from kvboost.store.forks import renew_lock_in_forks
+
 State = Literal["closed", "open", "half-open"]
 
 
@@ -38,6 +40,7 @@ class Breaker:
         self._clock = clock
         self._jitter = jitter
         self._lock = threading.Lock()
+        renew_lock_in_forks(self)
         self._failures = 0  # in a row
         self._open_until: float | None = None  # None: closed
         self._probing = False

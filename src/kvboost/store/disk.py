@@ -36,7 +36,7 @@ from kvboost.types import ChunkHeader, ChunkKV
 
 FOLDER = f"records-v{FORMAT_VERSION}"
 INDEX_BYTES = 2 << 20  # that the index is charged with at least; half of it for its log and the folders
-RETRY_S = 10.0  # after the directory could not be opened, or was full
+RETRY_S = 10.0  # after the directory could not be opened, was full, or another process held its index for long
 MAX_NOTES = 256  # uses and removals that wait for a transaction
 HEADERS_KEPT = 1024  # decoded ones
 CANDIDATES = 256  # the least recently used records, of which the least valuable are evicted
@@ -100,7 +100,8 @@ class DiskTier:
         self._index: DiskIndex | None = None
         self._closed = False
         self._retry_at = 0.0
-        self._full_until = 0.0
+        self._paused_until = 0.0  # for writes, after one that found no room or waited for another process in vain
+        self._paused_by = ""
         self._down = ""  # kind of failure since which the directory is not tried
         _tiers.add(self)
         self._attempt(lambda index: None, None)
@@ -119,7 +120,7 @@ class DiskTier:
         """See `Tier.put_many`."""
         nothing: list[ChunkKV] = []
         wanted = self._attempt(self._wanted, nothing, records)
-        return sum(self._put_unless_full(r) for r in reversed(wanted))  # the head of a history is used last
+        return sum(self._put_unless_paused(r) for r in reversed(wanted))  # the head of a history is used last
 
     def delete(self, record_ids: Sequence[bytes] | None = None) -> int:
         """See `Tier.delete`."""
@@ -237,15 +238,21 @@ class DiskTier:
         return -1 if self._ttl_s is None else time.time_ns() - int(self._ttl_s * 1e9)
 
     def _write_notes(self, index: DiskIndex, now: bool = False) -> None:
-        """Writes uses and removals that were noted, if they are many. A request does not wait for other writers."""
+        """Writes uses and removals that were noted, if they are many. A request does not wait for other writers.
+
+        Where the directory cannot be written (full, read-only) they wait on, and what is there is still served.
+        """
         if index.num_noted < (1 if now else MAX_NOTES):
             return
         try:
             with index.writing(wait=now):
                 pass
         except sqlite3.OperationalError as error:
-            if kind_of(error) != "busy":
+            kind = kind_of(error)
+            if kind == "index":
                 raise
+            if kind != "busy":
+                self._trouble.note(kind, f"{self.directory}: uses cannot be written: {error}")
 
     # --- put and delete --------------------------------------------------------------------------------------------
 
@@ -258,9 +265,9 @@ class DiskTier:
         self._write_notes(index)
         return wanted
 
-    def _put_unless_full(self, record: ChunkKV) -> int:
-        if time.monotonic() < self._full_until:
-            self._trouble.note("full", f"{self.directory} was full a moment ago")
+    def _put_unless_paused(self, record: ChunkKV) -> int:
+        if time.monotonic() < self._paused_until:
+            self._trouble.note(self._paused_by, f"{self.directory} could not be written a moment ago")
             return 0
         return self._attempt(self._put, 0, record)
 
@@ -362,8 +369,8 @@ class DiskTier:
                 kind = kind_of(error)
                 if kind != "closed":
                     self._trouble.note(kind, f"{self.directory}: {error}")
-                if kind == "full":
-                    self._full_until = time.monotonic() + RETRY_S
+                if kind in ("full", "busy"):
+                    self._paused_until, self._paused_by = time.monotonic() + RETRY_S, kind
                 if index is not None and kind == "index":
                     self._discard(index)
                 elif kind != "closed":

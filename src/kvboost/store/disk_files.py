@@ -8,6 +8,7 @@ Files are read, not mapped: a file that is cut while it is mapped, or a disk err
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ BLOCK_BYTES = 4096  # that file systems hand out
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}-[0-9a-f]{8}\.kv")
 _TEMPORARY = ".tmp"
 _PREFIX_BYTES = 64
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in the place of a file is not waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class RecordFiles:
 
     def read(self, name: str, num_bytes: int) -> memoryview:
         """A file's bytes in memory of their own, writable. Raises `DamagedRecord` if it has another length."""
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._path(name), _READ)
         try:
             return _read(fd, num_bytes)
         finally:
@@ -98,7 +100,7 @@ class RecordFiles:
 
     def read_head(self, name: str) -> memoryview:
         """The head of a record, for `unpack_header`. Raises `DamagedRecord`."""
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._path(name), _READ)
         try:
             length = head_length(os.pread(fd, _PREFIX_BYTES, 0))
             head = os.pread(fd, length, 0)
@@ -125,10 +127,15 @@ class RecordFiles:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, and those above it, that only this user may enter."""
+    """Makes a folder, and those above it, that only this user may enter.
+
+    Raises `PermissionError` if it belongs to another user, who could read what is put there; root may use it.
+    """
     folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+    status, user = folder.stat(), os.geteuid()
+    if status.st_uid != user and user != 0:
+        raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
+    if status.st_uid == user and status.st_mode & 0o077:
         folder.chmod(DIRECTORY_MODE)
 
 

@@ -238,7 +238,9 @@ class DiskIndex:
 
         Raises `sqlite3.OperationalError` "database is locked" after `BUSY_S`, without `wait` at once.
         """
-        with self.write_lock:
+        if not self.write_lock.acquire(blocking=wait):  # held by a thread that may wait for another process
+            raise sqlite3.OperationalError("database is locked by another thread")
+        try:
             self._writer.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000) if wait else 0}")
             self._writer.execute("BEGIN IMMEDIATE")
             touched, doomed = self._take_notes()
@@ -257,6 +259,8 @@ class DiskIndex:
                 with self.note_lock:
                     for file in doomed:  # until here, so that readers do not list them again
                         self._doomed.pop(file, None)
+        finally:
+            self.write_lock.release()
 
     def shrink(self) -> None:
         """Gives pages of removed rows back to the file system, as far as no other process reads them."""
@@ -327,6 +331,11 @@ class Writing:
     def set_swept_ns(self, now_ns: int) -> None:
         """Notes that files without a row were looked for."""
         self._connection.execute("UPDATE meta SET value = ? WHERE key = 'swept_ns'", (now_ns,))
+
+    def end_future(self, now_ns: int) -> None:
+        """Records that a wrong clock dated ahead would be the last to go: they count as used and written now."""
+        self._connection.execute("UPDATE records SET used_ns = ? WHERE used_ns > ?", (now_ns, now_ns))
+        self._connection.execute("UPDATE records SET written_ns = ? WHERE written_ns > ?", (now_ns, now_ns))
 
     def files(self) -> set[str]:
         """The files of all rows."""

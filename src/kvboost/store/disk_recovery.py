@@ -52,9 +52,10 @@ def sweep(index: DiskIndex, files: RecordFiles, grace_s: float) -> int:
     """
     now = index.now_ns()
     with index.writing() as writing:
-        if now - writing.swept_ns() < grace_s * 1e9:
+        if 0 <= now - writing.swept_ns() < grace_s * 1e9:
             return 0
         writing.set_swept_ns(now)
+        writing.end_future(now)
     old = [f.name for f in files.listed() if f.written_s < time.time() - grace_s]
     with index.writing() as writing:
         known = writing.files()

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from kvboost.store.forks import hold_lock_in_forks
 from kvboost.store.heap import return_free_pages
 from kvboost.store.policy import Entry, Ranking
 from kvboost.store.tier import MAX_LISTED, Lease, TierStats, is_truer
@@ -35,6 +36,7 @@ class MemoryTier:
         self.refused: Counter[str] = Counter()
         self._wanted_limit = bytes_limit  # below `bytes_limit` while leased or pinned records are in the way
         self._lock = threading.RLock()
+        hold_lock_in_forks(self)
         self._records: dict[bytes, ChunkKV] = {}
         self._named: dict[bytes, OrderedDict[bytes, None]] = {}  # name -> record ids, least recently used first
         self._ranking = Ranking(bytes_limit, grouped=namespace_bytes is not None)
@@ -141,15 +143,17 @@ class MemoryTier:
             self._pinned.difference_update(record_ids)
             self._settle_limit()
 
-    def shrink(self, bytes_limit: int) -> int:
+    def shrink(self, bytes_limit: int, *, least_limit: int = 0) -> int:
         """Lowers the budget and evicts down to it at once, least valuable first; returns the bytes that were freed.
 
-        Leased records go when their lease is closed, pinned ones stay; `bytes_limit` is what could be reached.
+        Leased records go when their lease is closed, pinned ones stay; `bytes_limit` is what could be reached. With
+        `least_limit` as much is evicted, but the budget stays there.
         """
         with self._lock:
             before = self._bytes_used
-            self._wanted_limit = self._ranking.capacity_bytes = min(bytes_limit, self._wanted_limit)
-            excess = self._bytes_used - self._wanted_limit
+            target = min(bytes_limit, self._wanted_limit)
+            self._wanted_limit = self._ranking.capacity_bytes = min(max(target, least_limit), self._wanted_limit)
+            excess = self._bytes_used - target
             movable = sum(self._ranking[i].size_bytes for i in self._records if i not in self._pinned)
             victims = self._ranking.victims(min(excess, movable), lambda i: i in self._pinned or i in self._doomed)
             for record_id in victims if victims is not None else self._movable():

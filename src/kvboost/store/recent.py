@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
+from kvboost.store.forks import renew_lock_in_forks
+
 V = TypeVar("V")
 
 
@@ -19,6 +21,7 @@ class Recent(Generic[V]):
         self._keep_s = keep_s
         self._clock = clock
         self._lock = threading.Lock()
+        renew_lock_in_forks(self)
         self._values: OrderedDict[bytes, tuple[float, V]] = OrderedDict()  # key -> end, value; oldest first
 
     def known(self, keys: Iterable[bytes]) -> dict[bytes, V]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,9 +34,12 @@ ALIGN_BYTES = 64
 KEYED, ENCRYPTED = 1, 2  # flags
 TAG_BYTES = 16  # that AES-GCM appends
 MAX_HEAD_BYTES = 16 << 20
+MAX_POSITION = 1 << 30
+MAX_COST_S = 1e9
 
 _PREFIX = struct.Struct("<4sHBBII16s")  # magic, version, flags, 0, head_bytes, 0, salt
 _ENVELOPE_BYTES = 64  # prefix and seal
+_CODEC = re.compile(r"[a-z0-9_]{1,16}")  # it is printed
 _HEAD, _PAYLOAD = 0, 1  # numbers that keep the two parts of an encrypted record apart
 _DTYPES = {
     str(d).removeprefix("torch."): d
@@ -248,15 +252,17 @@ def _header_json(h: ChunkHeader) -> dict[str, Any]:
 def _header_of(d: Mapping[str, Any]) -> ChunkHeader:
     tokens = _array_of(d["tokens"])
     rows = None if d["rows"] is None else _array_of(d["rows"])
-    source = None if d["source"] is None else Link(bytes.fromhex(d["source"][0]), _int(d["source"][1]))
+    source = None if d["source"] is None else Link(bytes.fromhex(d["source"][0]), _position(d["source"][1]))
     if rows is not None and len(rows) and (rows[0] < 0 or rows[-1] >= len(tokens) or (np.diff(rows) <= 0).any()):
         raise ValueError("rows are not offsets of tokens")
-    if not isinstance(d["codec"], str) or not isinstance(d["corrected"], bool):
+    if not isinstance(d["corrected"], bool) or not _CODEC.fullmatch(d["codec"]):
         raise TypeError("codec or corrected")
+    if source is None and (rows is not None or d["corrected"]):
+        raise ValueError("only a link has rows of its own beside others")
     return ChunkHeader(
         ChunkKey(bytes.fromhex(d["content"]), bytes.fromhex(d["prefix"])),
         bytes.fromhex(d["parent"]),
-        _int(d["position"]),
+        _position(d["position"]),
         tokens,
         Lineage(d["lineage"]),
         frozenset(map(bytes.fromhex, d["context"])),
@@ -265,7 +271,7 @@ def _header_of(d: Mapping[str, Any]) -> ChunkHeader:
         rows,
         d["corrected"],
         d["codec"],
-        float(d["cost_s"]),
+        _cost(d["cost_s"]),
         bytes.fromhex(d["namespace"]),
     )
 
@@ -282,6 +288,19 @@ def _int(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _position(value: Any) -> int:
+    if _int(value) > MAX_POSITION:
+        raise ValueError("no model reaches that position")
+    return int(value)
+
+
+def _cost(value: Any) -> float:
+    """Neither NaN nor negative: one such record would spoil the means and the index that it gets into."""
+    if type(value) not in (int, float) or not 0 <= value <= MAX_COST_S:
+        raise ValueError(f"{value!r} is no cost in seconds")
+    return float(value)
 
 
 def _group_spec(group: LayerKV | PackedKV) -> dict[str, Any]:
@@ -340,7 +359,7 @@ def _check_rows(record: ChunkKV) -> None:
 
 
 def _derive(secret: str, purpose: str) -> bytes:
-    return bytes(blake3(secret.encode(), derive_key_context=purpose).digest())
+    return bytes(blake3(secret.encode("utf-8", "surrogatepass"), derive_key_context=purpose).digest())
 
 
 def _can_encrypt() -> bool:

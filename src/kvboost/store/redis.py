@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from kvboost.errors import DamagedRecord, KVBoostError, SettingsError
 from kvboost.store.breaker import Breaker
+from kvboost.store.forks import renew_lock_in_forks
 from kvboost.store.recent import Recent
 from kvboost.store.records import Seal, pack, unpack, unpack_header
 from kvboost.store.redis_books import Books
@@ -32,6 +33,7 @@ from kvboost.types import ChunkHeader, ChunkKV
 
 TTL_S = 7 * 86400.0
 TIMEOUT_S = 0.25
+MAX_S = 1e9  # 30 years: what the server, and waiting in Python, can count
 BATCH_BYTES = 4 << 20  # fetched in one round trip, within one timeout
 LEAST_BYTES_PER_S = 32 << 20  # a record larger than a batch is waited for at this rate
 HEADERS_KEPT, HEADERS_KEPT_S = 1024, 60.0  # headers that need not be fetched again, about 5 MB
@@ -83,8 +85,10 @@ class RedisTier:
     ) -> None:
         if not PREFIX.fullmatch(prefix):
             raise SettingsError(f"the prefix of a Redis tier is 1 to 100 of A-Z a-z 0-9 _ . : -, not {prefix!r}")
-        if ttl_s <= 0 or timeout_s <= 0:
-            raise SettingsError(f"ttl_s and timeout_s of a Redis tier are above 0, not {ttl_s:g} and {timeout_s:g}")
+        if not (0 < ttl_s <= MAX_S and 0 < timeout_s <= MAX_S):
+            raise SettingsError(
+                f"ttl_s and timeout_s of a Redis tier are above 0, at most {MAX_S:g}, not {ttl_s:g} and {timeout_s:g}"
+            )
         self.bytes_limit = bytes_limit
         client = connect(url, timeout_s=timeout_s, username=username, password=password, ca_file=ca_file)
         self._line = Line(client, timeout_s, breaker or Breaker())
@@ -96,6 +100,7 @@ class RedisTier:
         self._largest_bytes = 0  # of the records read
         self._owed: list[tuple[Sequence[bytes] | None]] = []  # deletions not carried out; None: of everything
         self._lock = threading.Lock()
+        renew_lock_in_forks(self)
 
     def find(self, names: Sequence[bytes]) -> dict[bytes, list[ChunkHeader]]:
         """See `Tier.find`. One round trip, and one more if there are heads that were not seen within a minute."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from kvboost.store.forks import renew_lock_in_forks
+
 if TYPE_CHECKING:
     import redis
 
@@ -39,6 +41,7 @@ class Books:
         self._clock = clock
         self._written = count()
         self._lock = threading.Lock()
+        renew_lock_in_forks(self)
         self._evictions: Counter[str] = Counter()
 
     @property

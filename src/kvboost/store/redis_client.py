@@ -43,9 +43,9 @@ def connect(
         "socket_read_size": 1 << 20,  # payloads are megabytes; the default of 32 KiB takes six times as long
         "protocol": 2,  # what every server speaks
     }
-    if urlsplit(url).scheme == "rediss":
-        arguments |= {"ssl_ca_certs": ca_file, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
     try:
+        if urlsplit(url).scheme == "rediss":
+            arguments |= {"ssl_ca_certs": ca_file, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
         return redis.Redis.from_url(url, **arguments)
     except (ValueError, TypeError):  # their messages may show a part of the password
         raise SettingsError(

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
+from kvboost.store.forks import renew_lock_in_forks
 from kvboost.store.memory import MemoryTier
 from kvboost.store.tier import MAX_LISTED, Lease, Tier, TierStats, is_truer
 from kvboost.store.writing import Encode, Write, WriteBehind
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
+LEAST_SHARE = 1 / 16  # of the first tier's limit, below which `shrink` does not lower it
 NOTED = 4096  # records remembered to be truer in a slower tier
 
 T = TypeVar("T")
@@ -47,8 +49,10 @@ class TieredStore:
         self.tiers = tuple(tiers)
         self._first, self._lower = self.tiers[0], self.tiers[1:]
         self._memory = self._first if isinstance(self._first, MemoryTier) else None
+        self._least_bytes = 0 if self._memory is None else int(LEAST_SHARE * self._memory.bytes_limit)
         self._queue = WriteBehind(self._write_behind, queue_bytes)
         self._lock = threading.Lock()
+        renew_lock_in_forks(self)
         self._deletions = 0  # a record that was fetched before the last one is not promoted after it
         self._truer_in: OrderedDict[bytes, Tier] = OrderedDict()  # record id -> the slower tier with a truer record
         self._errors: Counter[str] = Counter()
@@ -113,12 +117,15 @@ class TieredStore:
             self._memory.note_quality(record_id, quality)
 
     def shrink(self, share: float) -> int:
-        """Gives memory back: the first tier keeps `share` of what it uses now at most. Returns its new limit, bytes."""
+        """Gives memory back: the first tier keeps `share` of what it uses now. Returns its new limit, bytes.
+
+        The limit stays at `LEAST_SHARE` of the first one: an empty cache that is asked to shrink would keep nothing
+        ever after, and memory does not run out for so little.
+        """
         if self._memory is None:
             return self._first.stats().bytes_limit
-        limit = int(share * self._memory.stats().bytes_used)
-        self._memory.shrink(limit)
-        return limit
+        self._memory.shrink(int(share * self._memory.stats().bytes_used), least_limit=self._least_bytes)
+        return self._memory.stats().bytes_limit
 
     def stats(self) -> TierStats:
         """The first tier's, with what the queue holds besides, and the queue's and other failures among the errors."""
