@@ -28,7 +28,7 @@ the container's limit, on a GPU a share of the GPU. Fails for what cannot fit.
 {{- $share := divf (float64 .Values.cache.sizeGiB) .Values.gpu.memoryGiB }}
 {{- if eq .Values.cache.sizeGiB nil }}{{ $share = $ratio }}{{ end }}
 {{- $sum := addf (divf $weights .Values.gpu.memoryGiB) $share 0.15 }}
-{{- if gt $sum 1.0 }}
+{{- if gt $sum 1.0001 }}
 {{- fail (printf "cache does not fit: of gpu.memoryGiB=%v the weights take %.0f %%, the cache %.0f %%, and 15 %% stay free for running requests. Lower cache.ratio (or cache.sizeGiB), or take a larger GPU." .Values.gpu.memoryGiB (mulf 100 (divf $weights .Values.gpu.memoryGiB)) (mulf 100 $share)) }}
 {{- end }}
 {{- end }}
@@ -38,7 +38,7 @@ the container's limit, on a GPU a share of the GPU. Fails for what cannot fit.
 {{- end }}
 {{- if and (ne $limit nil) (eq .Values.cache.sizeGiB nil) }}
 {{- $share := divf $weights $limit }}
-{{- if gt (addf $share (mulf $ratio (subf 1.0 $share)) 0.15) 1.0 }}
+{{- if gt (addf $share (mulf $ratio (subf 1.0 $share)) 0.15) 1.0001 }}
 {{- fail (printf "cache.ratio=%v does not fit: of memory.limitGiB=%v the weights take %.0f %%, the cache %.0f %%, and 15 %% stay free for running requests. Lower cache.ratio, or raise memory.limitGiB." $ratio $limit (mulf 100 $share) (mulf 100 $ratio (subf 1.0 $share))) }}
 {{- end }}
 {{- end }}
