@@ -1,0 +1,237 @@
+"""The rules and the dashboard ask for what the server serves; every alert fires, is tested, and has a runbook."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prometheus_server import PrometheusServer, promtool, quickened
+from promql import METRICS, complaints, names_in
+from redis_server import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+RUNBOOKS = ROOT / "docs" / "runbooks"
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
+TESTS = yaml.safe_load((DEPLOY / "prometheus" / "tests.yaml").read_text())
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+ALL_RULES = [rule for group in RULES["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in ALL_RULES if "alert" in rule}
+RECORDED = {rule["record"]: rule for rule in ALL_RULES if "record" in rule}
+KEPT = {name: frozenset({"model"}) for name in RECORDED}  # labels of recorded series, beside those of the scrape
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+
+
+def test_promtool_accepts_the_rules() -> None:
+    checked = promtool("check", "rules", DEPLOY / "prometheus" / "rules.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_promtool_unit_tests_pass() -> None:
+    tested = promtool("test", "rules", DEPLOY / "prometheus" / "tests.yaml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_alert_is_tested_both_ways(alert: str) -> None:
+    cases = [c for test in TESTS["tests"] for c in test.get("alert_rule_test", []) if c["alertname"] == alert]
+    assert any(case["exp_alerts"] for case in cases), "no unit test in which it fires"
+    assert any(not case["exp_alerts"] for case in cases), "no unit test in which it does not fire"
+
+
+def test_recording_rules_are_tested() -> None:
+    asked = "".join(case["expr"] for test in TESTS["tests"] for case in test.get("promql_expr_test", []))
+    assert [name for name in RECORDED if name not in asked] == []
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_unit_tests_notice_an_alert_that_never_or_always_fires(alert: str, tmp_path: Path) -> None:
+    for expression in ("vector(1) < 0", "vector(1)"):
+        changed = copy.deepcopy(RULES)
+        for rule in (r for group in changed["groups"] for r in group["rules"] if r.get("alert") == alert):
+            rule["expr"] = expression
+        (tmp_path / "rules.yaml").write_text(yaml.safe_dump(changed))
+        (tmp_path / "tests.yaml").write_text((DEPLOY / "prometheus" / "tests.yaml").read_text())
+        assert promtool("test", "rules", tmp_path / "tests.yaml").returncode == 1, expression
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: r.get("alert") or r["record"])
+def test_rule_asks_for_what_the_server_serves(rule: dict[str, Any]) -> None:
+    assert complaints(rule["expr"], KEPT) == []
+
+
+def test_recorded_series_are_those_agreed() -> None:
+    assert {"kvboost_cache_hit_rate", "kvboost_recompute_ratio"} <= RECORDED.keys()
+    assert not RECORDED.keys() & METRICS.keys()
+
+
+def test_complaints_name_what_nobody_serves() -> None:
+    assert complaints("sum(rate(kvboost_prompt_tokens[5m]))", KEPT) == ["no metric kvboost_prompt_tokens"]
+    assert complaints('kvboost_prompt_tokens_total{source="copied"}', KEPT) == [
+        "kvboost_prompt_tokens_total has no source=copied"
+    ]
+    assert complaints("sum by (user) (kvboost_queue_length)", KEPT) == ["no label user"]
+    assert complaints("rate(kvboost_ttft_seconds[5m])", KEPT) == ["no metric kvboost_ttft_seconds"]
+    assert names_in('a{b="c} d"} unless on (e) f offset 5m').metrics == {"a", "f"}
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_alert_says_what_and_where_to_read_on(alert: str) -> None:
+    rule = ALERTS[alert]
+    assert rule["labels"]["severity"] in {"info", "warning", "critical"}
+    assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+    assert rule["annotations"]["runbook_url"] == f"docs/runbooks/{alert}.md"
+    named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["description"]))
+    if "by (" in rule["expr"] and rule["expr"].startswith("sum by"):
+        kept = re.match(r"sum by \(([^)]*)\)", rule["expr"])
+        assert kept is not None
+        assert named <= set(kept[1].split(", ")), "the description names a label that the sum drops"
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_runbook_has_its_parts(alert: str) -> None:
+    text = (RUNBOOKS / f"{alert}.md").read_text()
+    parts = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert text.startswith(f"# {alert}\n")
+    assert parts == ["Meaning", "First look", "Causes", "What to do"]
+    assert ALERTS[alert]["labels"]["severity"] in text.splitlines()[2].lower()
+
+
+def test_no_runbook_without_an_alert() -> None:
+    pages = {page.stem for page in RUNBOOKS.glob("*.md")} - {"README"}
+    assert pages == ALERTS.keys()
+
+
+def test_commands_of_runbooks_name_existing_metrics() -> None:
+    named = {name for page in RUNBOOKS.glob("*.md") for name in re.findall(r"\bkvboost_[a-z_0-9]+", page.read_text())}
+    base = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
+    assert base <= METRICS.keys() | RECORDED.keys()
+    assert len(base) > 8
+
+
+# --- the dashboard ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS, ids=[f"{t}-{i}" for i, (t, _) in enumerate(EXPRESSIONS)])
+def test_panel_asks_for_what_the_server_serves(title: str, expression: str) -> None:
+    assert complaints(expression.replace("$__rate_interval", "5m"), KEPT) == []
+
+
+def test_expressions_of_the_dashboard_parse(tmp_path: Path) -> None:
+    plain = [e.replace("$__rate_interval", "5m").replace("$namespace", ".*").replace("$job", ".*") for _, e in EXPRESSIONS]
+    assert not [e for e in plain if "$" in e]
+    rules = [{"record": f"panel_{i}", "expr": e} for i, e in enumerate(plain)]
+    (tmp_path / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    checked = promtool("check", "rules", tmp_path / "panels.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_dashboard_shows_every_metric_of_the_server() -> None:
+    shown = {re.sub(r"_bucket$", "", name) for _, e in EXPRESSIONS for name in names_in(e).metrics}
+    assert METRICS.keys() - shown == set()
+    assert RECORDED.keys() - shown == {"kvboost_ttft_p95_seconds"}  # the panel has the quantiles of all replicas
+
+
+def test_panels_have_a_place_a_source_and_a_legend() -> None:
+    cells: set[tuple[int, int]] = set()
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        mine = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & mine, f"{panel['title']} covers another panel"
+        assert place["x"] + place["w"] <= 24
+        cells |= mine
+    for panel in PANELS:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert all(target["legendFormat"] for target in panel["targets"])
+    alerts = set(re.findall(r"Alert (\w+)", json.dumps(DASHBOARD)))
+    assert alerts <= ALERTS.keys()
+
+
+# --- a real Prometheus -----------------------------------------------------------------------------------------------
+
+
+def page(begun_s: float, *, trouble: bool) -> str:
+    """What a server could expose `time.monotonic() - begun_s` seconds after its start."""
+    age_s = time.monotonic() - begun_s
+    bad = float(trouble)
+    rates = {"exact": 70 - 65 * bad, "repaired": 5 + 25 * bad, "fresh": 25 + 40 * bad}
+    lines = [f'kvboost_prompt_tokens_total{{source="{s}"}} {rate * age_s}' for s, rate in rates.items()]
+    lines += [f'kvboost_requests_total{{outcome="failed"}} {bad * age_s}', f'kvboost_requests_total{{outcome="stop"}} {age_s}']
+    lines += [f'kvboost_ttft_seconds_bucket{{le="{le}"}} {age_s * (1 - bad * (le != "+Inf"))}' for le in ("1", "30", "+Inf")]
+    lines += [f'kvboost_tier_errors_total{{tier="redis",kind="timeout"}} {math.floor(3 * bad * age_s)}']
+    lines += [f"kvboost_settings_rejected_total {math.floor(bad * age_s)}", f"kvboost_queue_length {3 * bad}"]
+    lines += [f'kvboost_quant_error_psnr{{kind="key"}} {40 - 9 * bad}', 'kvboost_quant_error_psnr_at_load{kind="key"} 40']
+    lines += [f'kvboost_shadow_kl{{quantile="0.95"}} {0.05 + bad}', "kvboost_shadow_bound 0.08"]
+    lines += [f"kvboost_moved_suspended {bad}", "kvboost_configured_recompute_ratio 0.15"]
+    return "\n".join([*lines, 'kvboost_build_info{version="0"} 1', ""])
+
+
+@contextmanager
+def exposed(port: int, pages: list[str | None], **settings: Any) -> Iterator[None]:
+    begun_s = time.monotonic()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (page(begun_s, **settings) + "".join(p or "" for p in pages)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_alerts_fire_in_a_real_prometheus_when_a_target_is_in_trouble(tmp_path: Path) -> None:
+    port = free_port()
+    absent = {"KVBoostMetricsAbsent"}
+    off = {"KVBoostDisabledLong"}  # silences KVBoostHitRateLow, so it comes last
+    with PrometheusServer(tmp_path, f"127.0.0.1:{port}", quickened(RULES)) as prometheus:
+        assert prometheus.wait_until_firing(absent, 15) == absent
+        pages: list[str | None] = ["kvboost_disabled 0\n"]
+        with exposed(port, pages, trouble=True):
+            trouble = ALERTS.keys() - absent - off
+            assert prometheus.wait_until_firing(set(trouble), 40) == trouble
+            assert prometheus.firing() & absent == set()
+            pages[0] = "kvboost_disabled 1\n"
+            assert prometheus.wait_until_firing(off, 15) == off
+
+
+def test_no_alert_fires_in_a_real_prometheus_on_a_healthy_target(tmp_path: Path) -> None:
+    port = free_port()
+    with exposed(port, ["kvboost_disabled 0\n"], trouble=False):
+        with PrometheusServer(tmp_path, f"127.0.0.1:{port}", quickened(RULES)) as prometheus:
+            deadline = time.monotonic() + 30
+            while len(prometheus.query("kvboost_cache_hit_rate")) == 0 and time.monotonic() < deadline:
+                time.sleep(0.2)
+            (rate,) = prometheus.query("kvboost_cache_hit_rate")
+            assert float(rate["value"][1]) == pytest.approx(0.7, abs=0.05)
+            (ratio,) = prometheus.query("kvboost_recompute_ratio")
+            assert float(ratio["value"][1]) == pytest.approx(0.05, abs=0.02)
+            time.sleep(3)  # longer than every `for`
+            assert prometheus.firing() == set()
