@@ -96,7 +96,9 @@ class PrometheusServer:
 
     def firing(self) -> set[str]:
         """Names of the alerts that fire now."""
-        return {a["labels"]["alertname"] for a in self._get("/api/v1/alerts")["data"]["alerts"] if a["state"] == "firing"}
+        return {
+            a["labels"]["alertname"] for a in self._get("/api/v1/alerts")["data"]["alerts"] if a["state"] == "firing"
+        }
 
     def wait_until_firing(self, names: set[str], within_s: float) -> set[str]:
         """Which of `names` fired at some time before the deadline; returns as soon as all have."""

@@ -132,7 +132,9 @@ def test_panel_asks_for_what_the_server_serves(title: str, expression: str) -> N
 
 
 def test_expressions_of_the_dashboard_parse(tmp_path: Path) -> None:
-    plain = [e.replace("$__rate_interval", "5m").replace("$namespace", ".*").replace("$job", ".*") for _, e in EXPRESSIONS]
+    plain = [
+        e.replace("$__rate_interval", "5m").replace("$namespace", ".*").replace("$job", ".*") for _, e in EXPRESSIONS
+    ]
     assert not [e for e in plain if "$" in e]
     rules = [{"record": f"panel_{i}", "expr": e} for i, e in enumerate(plain)]
     (tmp_path / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
