@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvboost.config import Settings
 from prometheus_server import PrometheusServer, promtool, quickened
 from promql import METRICS, complaints, names_in
 from redis_server import free_port
@@ -116,11 +117,28 @@ def test_no_runbook_without_an_alert() -> None:
     assert pages == ALERTS.keys()
 
 
-def test_commands_of_runbooks_name_existing_metrics() -> None:
-    named = {name for page in RUNBOOKS.glob("*.md") for name in re.findall(r"\bkvboost_[a-z_0-9]+", page.read_text())}
-    base = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
-    assert base <= METRICS.keys() | RECORDED.keys()
-    assert len(base) > 8
+def test_runbooks_name_metrics_settings_values_and_pages_that_exist() -> None:
+    pages = {page: page.read_text() for page in RUNBOOKS.glob("*.md")}
+    text = "".join(pages.values())
+    metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bkvboost_[a-z_0-9]+", text)}
+    assert metrics <= METRICS.keys() | RECORDED.keys()
+    assert len(metrics) > 8
+    settings = {name.lower() for name in re.findall(r"\bKVBOOST_([A-Z_]+)", text)}
+    assert settings <= Settings.model_fields.keys()
+    chart = yaml.safe_load((DEPLOY / "helm" / "kvboost" / "values.yaml").read_text())
+    values = re.findall(r"`(" + "|".join(chart) + r")\.(\w+)", text)
+    assert not [f"{group}.{name}" for group, name in values if name not in chart[group]]
+    links = [(page, link) for page, t in pages.items() for link in re.findall(r"\]\(([^)]+)\)", t)]
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+    panels = set(re.findall(r"[Pp]anel \*([^*]+)\*", text))
+    assert panels
+    assert panels <= {panel["title"] for panel in PANELS}
+
+
+def test_the_page_on_kubernetes_lists_the_alerts() -> None:
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    listed = dict(re.findall(r"^\| \[(\w+)\]\([^)]*\) \| (\w+) \|", text, re.MULTILINE))
+    assert listed == {name: rule["labels"]["severity"] for name, rule in ALERTS.items()}
 
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------
