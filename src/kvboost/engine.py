@@ -27,7 +27,7 @@ from kvboost.capture import make_records
 from kvboost.chunking import Chunker, Separators, make_chunker
 from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.codec import Codec
-from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
+from kvboost.config import SINK_TOKENS, Settings, unknown_environment
 from kvboost.errors import InputError, OutOfMemory, SettingsError
 from kvboost.hf import compat, generation
 from kvboost.hf.budget import DeviceMemory, cache_budget, is_out_of_memory, release_device_memory
@@ -38,6 +38,7 @@ from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, sto
 from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
+from kvboost.live import LiveSettings
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
 from kvboost.prefilling import Filled, Prefilling
 from kvboost.repair.gate import bound
@@ -112,7 +113,7 @@ class KVBoost:
         the tokenizer does not belong to the model.
         """
         given = settings.model_dump(exclude_unset=True) if isinstance(settings, Settings) else dict(settings or {})
-        self._flags = {**given, **flags}
+        self.live = LiveSettings({**given, **flags})
         effective = self.settings()
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
@@ -151,7 +152,7 @@ class KVBoost:
 
     def settings(self, **request: Any) -> Settings:
         """The settings in force right now."""
-        return resolve(self._flags, request).settings
+        return self.live.resolve(request).settings
 
     def generate(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **kwargs: Any
