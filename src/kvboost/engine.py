@@ -130,6 +130,7 @@ class KVBoost:
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
         self._probes: dict[tuple[Codec, bytes], QuantProbe] = {}
+        self._measured: dict[Codec, tuple[QuantProbe, QuantProbe]] = {}
         self._separators = Separators.from_tokenizer(tokenizer)
         self._chunkers: dict[tuple[object, ...], Chunker] = {}
         for warning in [*unknown_environment(), *self.support.warnings, *self._limitations()]:
@@ -191,7 +192,7 @@ class KVBoost:
         if len(args) > 1:
             reason = "positional arguments after the prompt"
         if settings is None or reason is not None:
-            self.stats.count_fallback(reason or "")
+            self.stats.count_fallback(reason or "", generation.num_tokens(input_ids))
             return self.plain_generate(*args, **kwargs)
         return self._serve(input_ids, rest, settings, None, started).output
 
@@ -217,7 +218,7 @@ class KVBoost:
         input_ids = prompts.encode_document(text, context, self.tokenizer, self.model, SINK_TOKENS)
         reason = self._refusal(settings, input_ids, {})
         if reason is not None:
-            self.stats.count_fallback(reason)
+            self.stats.count_fallback(reason, input_ids.shape[1])
             return ReuseReport(input_ids.shape[1], fresh_tokens=input_ids.shape[1], fallback=reason)
         prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
         size = input_ids.shape[1]
@@ -270,7 +271,13 @@ class KVBoost:
                 self._probes[name] = probe_quantization(self.model, self.support, codec)
                 if self._probes[name].refused is not None:
                     logger.warning("chunks are kept as computed, not as %s: %s", codec, self._probes[name].refused)
+            first, _ = self._measured.get(codec, (self._probes[name], None))
+            self._measured[codec] = first, self._probes[name]
             return self._probes[name]
+
+    def measured_quantization(self, codec: Codec) -> tuple[QuantProbe, QuantProbe] | None:
+        """The first and the latest result of `quantization(codec)`; None before the first. Measures nothing."""
+        return self._measured.get(codec)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until what was captured is encoded and in the slower tiers; False if that takes longer."""
@@ -340,8 +347,8 @@ class KVBoost:
         started: float,
     ) -> _Served:
         """The request as transformers would run it without us."""
-        self.stats.count_fallback(reason)
         size = int(input_ids.shape[-1])
+        self.stats.count_fallback(reason, size)
         try:
             output = self.plain_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
         except Exception as error:
@@ -446,7 +453,7 @@ class KVBoost:
             capture_s=time.perf_counter() - began,
             ttft_s=ttft_s,
         )
-        self.stats.count_served(prefilled.filled.plan, report.fallback)
+        self.stats.count_served(prefilled.filled.plan, report.fallback, settings.recompute_strategy)
         self._note_quality(prefilled.filled.plan)
         return report
 
