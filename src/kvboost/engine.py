@@ -263,6 +263,18 @@ class KVBoost:
         self._fingerprint.renew()
         return self.store.tiers[0].delete()
 
+    def forget(self, *, cache_salt: str | None = None, unused_for_s: float | None = None) -> int:
+        """Deletes stored chunks from all tiers: of one namespace, not used for so long, or both; all without either.
+
+        Returns how many. Tiers that are shared lose them for everybody.
+        """
+        if cache_salt is None and unused_for_s is None:
+            return self.store.delete()
+        owner = None
+        if cache_salt is not None:
+            owner = self._keys(0, self.settings().model_copy(update={"cache_salt": cache_salt})).owner
+        return self.store.forget(owner, None if unused_for_s is None else time.time() - unused_for_s)
+
     def quantization(self, codec: Codec) -> QuantProbe:
         """What `codec` costs this model: measured by one short forward, again when the weights have changed."""
         name = (codec, self._fingerprint.current())
