@@ -196,6 +196,11 @@ class KVBoost:
             return self.plain_generate(*args, **kwargs)
         return self._serve(input_ids, rest, settings, None, started).output
 
+    def encode(self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a prompt, as `generate` would take it. Raises `InputError`."""
+        ids: list[int] = prompts.encode(prompt, self.tokenizer, self.model)[0].tolist()
+        return ids
+
     def plan(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any
     ) -> ReusePlan:
