@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,50 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "new").replace(tmp_path / "s")
     assert now(live).fidelity == "exact"
     assert "UTF-8" in (live.status().last_error or "")
+
+
+PIECES = st.sampled_from(
+    [
+        "KVBOOST_FIDELITY=exact",
+        "KVBOOST_",
+        "=",
+        "\n",
+        "'",
+        '"',
+        "\\x",
+        "#",
+        "export ",
+        "${HOME}",
+        "\0",
+        "\r",
+        " ",
+        "\ufeff",
+        "é",
+    ]
+)
+
+
+@given(texts=st.lists(st.lists(PIECES, max_size=10).map("".join), max_size=5))
+def test_whatever_a_file_holds_the_settings_stay_valid(texts: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        live = live_over(write(Path(directory) / "s", fidelity="fast"))
+        for text in texts:
+            former = live.status()
+            write_text(Path(directory) / "s", text)
+            assert now(live).fidelity in ("exact", "fast", "balanced")
+            assert live.status().rejected - former.rejected == (live.status().last_error is not None)
+
+
+def test_nothing_in_a_file_is_replaced_by_the_environment(tmp_path: Path) -> None:
+    live = live_over(write(tmp_path / "s", cache_salt='"${HOME}"'), HOME="/root")
+    assert now(live).cache_salt == "${HOME}"
+
+
+def test_names_that_are_not_ours_are_told_and_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live = live_over(write_text(tmp_path / "s", "HF_TOKEN=t0psecret\nKVBOOST_FIDELITY=fast\n"))
+    assert now(live).fidelity == "fast"
+    assert "HF_TOKEN" in caplog.text
+    assert "t0psecret" not in caplog.text
 
 
 def test_with_the_file_its_settings_go(tmp_path: Path) -> None:

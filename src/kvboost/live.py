@@ -174,7 +174,8 @@ class LiveSettings:
         what = "is gone" if version.removed else f"is in force ({', '.join(sorted(version.values)) or 'no settings'})"
         logger.info("settings file %s, generation %d", what, self._generation)
         if version.ignored:
-            logger.warning("the settings file has lines that are no settings: %s", ", ".join(version.ignored))
+            names = ", ".join(name[:40] for name in version.ignored[:5])
+            logger.warning("%d names in the settings file are no settings: %s", len(version.ignored), names)
 
     # --- taking a change --------------------------------------------------------------------------------------------
 
