@@ -258,12 +258,18 @@ def test_the_registry_is_our_own_and_the_scraper_may_choose_a_format(kv: KVBoost
     assert body.endswith(b"# EOF\n")
 
 
-def test_promtool_has_nothing_to_say(kv: KVBoost) -> None:
+def test_promtool_has_nothing_to_say() -> None:
     if PROMTOOL is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    greedy(kv.generate, prompt("0123"), 1)
-    metrics = Metrics(kv, model="m")
-    told = subprocess.run(
-        [PROMTOOL, "check", "metrics"], input=metrics.expose()[0], capture_output=True, check=False, timeout=60
-    )
+    with engine(build("llama"), shadow_share=1.0, codec="k8v4") as kv:
+        greedy(kv.generate, prompt("0123"), 1)
+        checked = greedy(kv.generate, prompt("3120"), 1).shadow
+        assert checked is not None
+        checked.result(60)
+        assert kv.flush()
+        kv.quantization("k8v4")
+        body = Metrics(kv, model="m").expose()[0]
+    assert b"kvboost_shadow_kl{" in body
+    assert b"kvboost_quant_error_psnr{" in body
+    told = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True, check=False, timeout=60)
     assert (told.returncode, told.stdout + told.stderr) == (0, b"")

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -66,7 +66,7 @@ FALLBACKS: Mapping[str, str] = {
 class Definition:
     """A metric as it is exposed, but for its name."""
 
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Literal["counter", "gauge", "histogram", "summary"]
     help: str
     labels: tuple[str, ...] = ()
 
@@ -96,7 +96,7 @@ METRICS: Mapping[str, Definition] = {
     ),
     "kvboost_quant_error_psnr": Definition("gauge", "Signal to noise of packed rows, worst head, now; dB.", ("kind",)),
     "kvboost_quant_error_psnr_at_load": Definition("gauge", "The same, when it was first measured; dB.", ("kind",)),
-    "kvboost_shadow_kl": Definition("gauge", "KL of answers against full prefills, last checks; nat.", ("quantile",)),
+    "kvboost_shadow_kl": Definition("summary", "KL of answers against full prefills, last checks; nat.", ("quantile",)),
     "kvboost_shadow_bound": Definition("gauge", "The KL that the settings tolerate; nat."),
     "kvboost_shadow_checks_total": Definition("counter", "Requests that were checked by a full prefill."),
     "kvboost_moved_suspended": Definition("gauge", "1 while inexact reuse is suspended by what the checks found."),
@@ -163,9 +163,9 @@ class _EngineCollector(Collector):
         with self._lock:
             families = {name: _family(name) for name, d in METRICS.items() if d.kind != "histogram"}
             for name, labels, value in self._read():
-                families[name].add_metric(labels, value)
+                _add(families[name], name, labels, value)
             for name, labels, value in self._sums.all():  # what an earlier engine counted too
-                families[name].add_metric(labels, value)
+                _add(families[name], name, labels, value)
             return list(families.values())
 
     def rebind(self, kv: KVBoost) -> None:
@@ -301,9 +301,12 @@ def configured_recompute_ratio(settings: Settings) -> float:
     return BUDGETS[settings.fidelity][0] if settings.recompute_ratio is None else settings.recompute_ratio
 
 
-def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
-    made = CounterMetricFamily if METRICS[name].kind == "counter" else GaugeMetricFamily
-    return made(name, METRICS[name].help, labels=METRICS[name].labels)
+def _family(name: str) -> Metric:
+    return Metric(name.removesuffix("_total"), METRICS[name].help, METRICS[name].kind)
+
+
+def _add(family: Metric, name: str, labels: tuple[str, ...], value: float) -> None:
+    family.add_sample(name, dict(zip(METRICS[name].labels, labels, strict=True)), float(value))
 
 
 def _of_tier(name: str, tier: TierStats, errors: Mapping[str, int]) -> Iterator[Sample]:
