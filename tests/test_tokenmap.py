@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvboost.cli.strip import TokenStrip
 from kvboost.demo.page import render_page
-from kvboost.demo.tokenmap import MappedChunk, make_token_map, token_texts
+from kvboost.tokenmap import MappedChunk, make_token_map, token_texts
 from kvboost.types import Kind, ReusePlan, Segment, Span
 
 TEXT = "The <b>lazy</b> dog\nnaïve 语言 🙂 & more!"

@@ -1,21 +1,23 @@
 """Settings: what they are, and which source of them wins.
 
-The only module that reads the environment. Order, highest first: request > environment > flag > default
-(an admin API and a watched file will stand between request and environment). The environment is read at every call,
-so a change takes effect on the next request. The kill switch is the OR of all sources.
+The only module that reads the environment. Order, highest first: request > admin > file > environment > flag > default.
+The environment is read at every call, so a change takes effect on the next request. The kill switch is the OR of all
+sources. What changes while an engine runs, by the admin API or a watched file, `kvboost.live` knows.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from kvboost.errors import SettingsError
+from kvboost.errors import InputError, SettingsError
+from kvboost.units import Bytes, Seconds
 
 ENV_PREFIX = "KVBOOST_"
 SINK_TOKENS = 32  # rows at these first positions carry the model's attention sink: never moved from, never moved to
@@ -32,6 +34,7 @@ FIXED = frozenset(  # settings that an engine reads once, when it is made
         "redis_ca_file",
         "encrypt",
         "write_queue_bytes",
+        "settings_file",
     }
 )
 
@@ -49,6 +52,9 @@ class Settings(BaseModel):
     fidelity: Literal["exact", "balanced", "fast"] = Field(
         "balanced",
         description="exact never uses moved or inexact rows; the others bound their error.",
+    )
+    enabled_share: float = Field(
+        1.0, ge=0, le=1, description="Server: share of the requests without x-kvboost-enabled that use the cache."
     )
     gate: bool = Field(True, description="Estimate how far off a moved prompt is; above the bound, compute more.")
     risk_bound: float | None = Field(
@@ -90,7 +96,7 @@ class Settings(BaseModel):
     )
     chunk_max_tokens: int = Field(256, ge=1, description="Largest chunk.")
     chunk_boundaries: tuple[int, ...] = Field((), description="Token offsets where this request's text is cut first.")
-    cache_bytes: int | None = Field(
+    cache_bytes: Bytes | None = Field(
         None, ge=0, description="Memory budget, all metadata counted; unset: by kv_cache_size_ratio."
     )
     kv_cache_size_ratio: float = Field(
@@ -99,23 +105,25 @@ class Settings(BaseModel):
         le=1,
         description="Memory budget as a share: of the GPU's memory; on a CPU, of what the weights leave.",
     )
-    namespace_bytes: int | None = Field(
+    namespace_bytes: Bytes | None = Field(
         None, ge=0, description="The most that one namespace (cache_salt) may keep in memory; unset: all."
     )
     disk_directory: str = Field(
         "", description="Keeps chunks in this directory too, across restarts; shared by processes."
     )
-    disk_bytes: int = Field(16 << 30, ge=0, description="Size of the disk tier, index counted.")
+    disk_bytes: Bytes = Field(16 << 30, ge=0, description="Size of the disk tier, index counted.")
     redis_url: SecretStr = Field(
         SecretStr(""), description="Keeps chunks in this Redis or Valkey too (redis://, rediss://)."
     )
-    redis_ttl_s: float = Field(7 * 86400.0, gt=0, description="A chunk in Redis goes when it was not used for so long.")
-    redis_timeout_s: float = Field(
+    redis_ttl_s: Seconds = Field(
+        7 * 86400.0, gt=0, description="A chunk in Redis goes when it was not used for so long."
+    )
+    redis_timeout_s: Seconds = Field(
         0.25, gt=0, description="What a request waits for Redis at most, before it computes."
     )
     redis_ca_file: str = Field("", description="Certificates that a rediss:// server is checked against.")
     encrypt: bool = Field(False, description="Encrypt what disk and Redis hold (AES-GCM, key from hash_secret).")
-    write_queue_bytes: int = Field(
+    write_queue_bytes: Bytes = Field(
         256 << 20, ge=0, description="Chunks on their way to disk and Redis; more are dropped."
     )
     codec: Literal["none", "int8", "k8v4"] = Field(
@@ -142,6 +150,9 @@ class Settings(BaseModel):
     )
     cache_salt: str = Field("", description="Namespace: requests with different salts never share anything.")
     hash_secret: SecretStr = Field(SecretStr(""), description="Keys the hashes; equal secrets can share a remote tier.")
+    settings_file: str = Field(
+        "", description="File of KVBOOST_NAME=value lines, or a directory of such files (a ConfigMap), that is watched."
+    )
 
     @model_validator(mode="after")
     def _ordered_chunk_sizes(self) -> Settings:
@@ -163,9 +174,12 @@ class Settings(BaseModel):
         return self.fidelity == "exact" or self.mode == "exact"
 
 
+SECRETS = frozenset(name for name, field in Settings.model_fields.items() if field.annotation is SecretStr)
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Effective settings and, per field, the source that won: `request`, `environment`, `flag` or `default`."""
+    """Effective settings and, per field, the source that won: `request`, `admin`, `file`, `environment`, ..."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -175,34 +189,78 @@ def resolve(
     flags: Mapping[str, Any] | None = None,
     request: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    file: Mapping[str, Any] | None = None,
+    admin: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """Merge the sources by precedence and validate.
 
     Raises `SettingsError` that names the field, the value and its source.
     """
-    env = os.environ if environ is None else environ
-    from_env = {name: env[key] for name in Settings.model_fields if (key := ENV_PREFIX + name.upper()) in env}
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(Settings.model_fields, "default")
-    sources = (("flag", dict(flags or {})), ("environment", from_env), ("request", dict(request or {})))
-    fixed = sorted(FIXED & dict(request or {}).keys())
-    if fixed:
-        raise SettingsError(f"setting {fixed[0]} is read when the engine is made and cannot be changed by a request")
-    for origin, source in sources:
-        values |= source
-        origins |= dict.fromkeys(source, origin)
-    for origin, source in sources:  # first, so that nothing else that is wrong can keep the switch from acting
-        if _validate({"disable": source.get("disable", False)}, {"disable": origin}).disable:
-            return Resolved(Settings(disable=True), {**origins, "disable": origin})
+    refuse_fixed(request or {}, "a request")
+    by_origin = {"flag": flags, "environment": from_environment(environ), "file": file, "admin": admin}
+    sources = {origin: dict(source or {}) for origin, source in {**by_origin, "request": request}.items()}
+    for origin, source in sources.items():  # first: nothing else that is wrong may keep the switch from acting
+        if "disable" in source and _validate({"disable": source["disable"]}, {"disable": origin}).disable:
+            return Resolved(Settings(disable=True), {**_origins(sources), "disable": origin})
+    return merge(sources)
+
+
+def merge(sources: Mapping[str, Mapping[str, Any]]) -> Resolved:
+    """Merges sources by their names, the lowest first, and validates all of them, whatever the kill switch says.
+
+    Raises `SettingsError`.
+    """
+    origins = _origins(sources)
+    values = {name: value for source in sources.values() for name, value in source.items()}
     return Resolved(_validate(values, origins), origins)
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Settings that the environment gives, unchecked."""
+    env = os.environ if environ is None else environ
+    return {name: env[key] for name in Settings.model_fields if (key := env_name(name)) in env}
+
+
+def env_name(name: str) -> str:
+    """The variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def refuse_fixed(names: Iterable[str], by: str) -> None:
+    """Raises `SettingsError` for a setting that cannot be changed while the engine runs."""
+    fixed = min(FIXED.intersection(names), default=None)
+    if fixed is not None:
+        raise SettingsError(f"setting {fixed} is read when the engine is made and cannot be changed by {by}", fixed)
+
+
+def uses_cache(settings: Settings, request_id: str, header: str | None = None) -> bool:
+    """Whether a request of the server uses the cache: its header decides, else a draw by `enabled_share`.
+
+    The draw depends on the id alone, so a retry is served alike, and a larger share keeps all that a smaller one drew.
+    The kill switch beats the header. Raises `InputError` for a header that is neither true nor false.
+    """
+    wanted = {"true": True, "1": True, "false": False, "0": False, None: None}
+    given = header.strip().lower() if header is not None else None
+    if given not in wanted:
+        raise InputError("the header x-kvboost-enabled has to be true or false")
+    if not settings.enabled or wanted[given] is not None:
+        return settings.enabled and bool(wanted[given])
+    drawn = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
+    return drawn < settings.enabled_share * 2**64
 
 
 def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for every environment variable that looks like a setting and is none; a typo has no effect."""
-    known = {ENV_PREFIX + name.upper(): None for name in Settings.model_fields}
+    known = {env_name(name): None for name in Settings.model_fields}
     given = [key for key in (os.environ if environ is None else environ) if key.startswith(ENV_PREFIX)]
     near = {key: difflib.get_close_matches(key, known, 1) for key in given if key not in known}
     return [f"{key} is no setting{f'; did you mean {m[0]}?' if m else ''}" for key, m in near.items()]
+
+
+def _origins(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    given = {name: origin for origin, source in sources.items() for name in source}
+    return {**dict.fromkeys(Settings.model_fields, "default"), **given}
 
 
 def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
@@ -214,10 +272,9 @@ def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings
         if not name:
             raise SettingsError(first["msg"]) from None
         origin = origins.get(name, "flag")
-        shown = f"{ENV_PREFIX}{name.upper()}" if origin == "environment" else name
-        secret = name in Settings.model_fields and Settings.model_fields[name].annotation is SecretStr
-        value = "(not shown)" if secret else repr(first["input"])
+        shown = env_name(name) if origin in ("environment", "file") else name
+        value = "a secret" if name in SECRETS else repr(first["input"])
         known = "" if name in Settings.model_fields else f" Known settings: {', '.join(Settings.model_fields)}."
         raise SettingsError(
-            f"setting {shown} (from {origin}) has the invalid value {value}: {first['msg']}.{known}"
+            f"setting {shown} (from {origin}) has the invalid value {value}: {first['msg']}.{known}", name
         ) from None

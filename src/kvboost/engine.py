@@ -27,7 +27,7 @@ from kvboost.capture import make_records
 from kvboost.chunking import Chunker, Separators, make_chunker
 from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.codec import Codec
-from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
+from kvboost.config import SINK_TOKENS, Settings, unknown_environment
 from kvboost.errors import InputError, OutOfMemory, SettingsError
 from kvboost.hf import compat, generation
 from kvboost.hf.budget import DeviceMemory, cache_budget, is_out_of_memory, release_device_memory
@@ -38,6 +38,7 @@ from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, sto
 from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.keys import KeySpace
+from kvboost.live import LiveSettings
 from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
 from kvboost.prefilling import Filled, Prefilling
 from kvboost.repair.gate import bound
@@ -112,7 +113,7 @@ class KVBoost:
         the tokenizer does not belong to the model.
         """
         given = settings.model_dump(exclude_unset=True) if isinstance(settings, Settings) else dict(settings or {})
-        self._flags = {**given, **flags}
+        self.live = LiveSettings({**given, **flags})
         effective = self.settings()
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
@@ -129,6 +130,7 @@ class KVBoost:
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
         self._probes: dict[tuple[Codec, bytes], QuantProbe] = {}
+        self._measured: dict[Codec, tuple[QuantProbe, QuantProbe]] = {}
         self._separators = Separators.from_tokenizer(tokenizer)
         self._chunkers: dict[tuple[object, ...], Chunker] = {}
         for warning in [*unknown_environment(), *self.support.warnings, *self._limitations()]:
@@ -151,7 +153,7 @@ class KVBoost:
 
     def settings(self, **request: Any) -> Settings:
         """The settings in force right now."""
-        return resolve(self._flags, request).settings
+        return self.live.resolve(request).settings
 
     def generate(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **kwargs: Any
@@ -190,9 +192,14 @@ class KVBoost:
         if len(args) > 1:
             reason = "positional arguments after the prompt"
         if settings is None or reason is not None:
-            self.stats.count_fallback(reason or "")
+            self.stats.count_fallback(reason or "", generation.num_tokens(input_ids))
             return self.plain_generate(*args, **kwargs)
         return self._serve(input_ids, rest, settings, None, started).output
+
+    def encode(self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a prompt, as `generate` would take it. Raises `InputError`."""
+        ids: list[int] = prompts.encode(prompt, self.tokenizer, self.model)[0].tolist()
+        return ids
 
     def plan(
         self, prompt: str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]], **request: Any
@@ -216,7 +223,7 @@ class KVBoost:
         input_ids = prompts.encode_document(text, context, self.tokenizer, self.model, SINK_TOKENS)
         reason = self._refusal(settings, input_ids, {})
         if reason is not None:
-            self.stats.count_fallback(reason)
+            self.stats.count_fallback(reason, input_ids.shape[1])
             return ReuseReport(input_ids.shape[1], fresh_tokens=input_ids.shape[1], fallback=reason)
         prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
         size = input_ids.shape[1]
@@ -261,6 +268,18 @@ class KVBoost:
         self._fingerprint.renew()
         return self.store.tiers[0].delete()
 
+    def forget(self, *, cache_salt: str | None = None, unused_for_s: float | None = None) -> int:
+        """Deletes stored chunks from all tiers: of one namespace, not used for so long, or both; all without either.
+
+        Returns how many. Tiers that are shared lose them for everybody.
+        """
+        if cache_salt is None and unused_for_s is None:
+            return self.store.delete()
+        owner = None
+        if cache_salt is not None:
+            owner = self._keys(0, self.settings().model_copy(update={"cache_salt": cache_salt})).owner
+        return self.store.forget(owner, None if unused_for_s is None else time.time() - unused_for_s)
+
     def quantization(self, codec: Codec) -> QuantProbe:
         """What `codec` costs this model: measured by one short forward, again when the weights have changed."""
         name = (codec, self._fingerprint.current())
@@ -269,7 +288,13 @@ class KVBoost:
                 self._probes[name] = probe_quantization(self.model, self.support, codec)
                 if self._probes[name].refused is not None:
                     logger.warning("chunks are kept as computed, not as %s: %s", codec, self._probes[name].refused)
+            first, _ = self._measured.get(codec, (self._probes[name], None))
+            self._measured[codec] = first, self._probes[name]
             return self._probes[name]
+
+    def measured_quantization(self, codec: Codec) -> tuple[QuantProbe, QuantProbe] | None:
+        """The first and the latest result of `quantization(codec)`; None before the first. Measures nothing."""
+        return self._measured.get(codec)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until what was captured is encoded and in the slower tiers; False if that takes longer."""
@@ -339,8 +364,8 @@ class KVBoost:
         started: float,
     ) -> _Served:
         """The request as transformers would run it without us."""
-        self.stats.count_fallback(reason)
         size = int(input_ids.shape[-1])
+        self.stats.count_fallback(reason, size)
         try:
             output = self.plain_generate(inputs=input_ids, **generation.with_clock(kwargs, clock))
         except Exception as error:
@@ -445,7 +470,7 @@ class KVBoost:
             capture_s=time.perf_counter() - began,
             ttft_s=ttft_s,
         )
-        self.stats.count_served(prefilled.filled.plan, report.fallback)
+        self.stats.count_served(prefilled.filled.plan, report.fallback, settings.recompute_strategy)
         self._note_quality(prefilled.filled.plan)
         return report
 

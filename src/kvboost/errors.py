@@ -17,7 +17,14 @@ class KVBoostError(Exception):
 
 
 class SettingsError(KVBoostError, ValueError):
-    """A setting's value is invalid. The message names the setting, the value, where it came from and the remedy."""
+    """A setting's value is invalid. The message names the setting, the value, where it came from and the remedy.
+
+    `setting` is its name, None where several do not fit one another.
+    """
+
+    def __init__(self, message: str, setting: str | None = None) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class InputError(KVBoostError, ValueError):

@@ -70,13 +70,14 @@ class EngineStats:
     """Counters since the engine was made. Thread-safe to write; a reader sees each counter whole."""
 
     requests: int = 0
-    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by kind, and `repaired`
-    chunk_hits: Counter[str] = field(default_factory=Counter)  # served segments by kind
+    tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens by kind, and `repaired` of the moved ones
+    chunk_hits: Counter[str] = field(default_factory=Counter)  # served segments: exact, continued, or the strategy
+    repaired: Counter[str] = field(default_factory=Counter)  # prompt tokens by the strategy that chose them
     fallbacks: Counter[str] = field(default_factory=Counter)  # requests by reason
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count_served(self, plan: ReusePlan, fallback: str | None) -> None:
-        """Counts a request that the cache served as `plan` says."""
+    def count_served(self, plan: ReusePlan, fallback: str | None, strategy: str = "none") -> None:
+        """Counts a request that the cache served as `plan` says, moved rows repaired as `strategy` chose."""
         with self._lock:
             self.requests += 1
             if fallback is not None:
@@ -84,13 +85,27 @@ class EngineStats:
             for kind in Kind:
                 self.tokens[kind.value] += plan.count(kind)
             self.tokens["repaired"] += len(plan.repaired)
-            self.chunk_hits.update(s.kind.value for s in plan if s.kind is not Kind.FRESH)
+            self.repaired[strategy] += len(plan.repaired)
+            hits = (s.kind for s in plan if s.kind is not Kind.FRESH)
+            self.chunk_hits.update(strategy if kind is Kind.MOVED else kind.value for kind in hits)
 
-    def count_fallback(self, reason: str) -> None:
-        """Counts a request that transformers serves alone; the first of a reason is logged as a warning."""
+    def count_fallback(self, reason: str, num_tokens: int = 0) -> None:
+        """Counts a prompt that transformers serves alone; the first of a reason is logged as a warning."""
         with self._lock:
             self.requests += 1
             counted = reason if reason in self.fallbacks or len(self.fallbacks) < MAX_REASONS else OTHER_REASONS
             self.fallbacks[counted] += 1
+            self.tokens[Kind.FRESH.value] += num_tokens
             first = self.fallbacks[counted] == 1
         logger.log(logging.WARNING if first else logging.DEBUG, "request goes to transformers unchanged: %s", reason)
+
+    def snapshot(self) -> EngineStats:
+        """A copy in which all counters belong together."""
+        with self._lock:
+            return EngineStats(
+                self.requests,
+                Counter(self.tokens),
+                Counter(self.chunk_hits),
+                Counter(self.repaired),
+                Counter(self.fallbacks),
+            )

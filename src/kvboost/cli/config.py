@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvboost.cli.console import make_table, out, print_json
-from kvboost.config import Settings, resolve
+from kvboost.cli.console import make_table, note, out, print_json
+from kvboost.config import Settings
+from kvboost.live import LiveSettings
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the settings.")
 
@@ -24,10 +25,15 @@ def show(
 ) -> None:
     """List every setting: its value in force and what it does.
 
-    Sources, highest first: request, environment (KVBOOST_NAME), flag, default. The environment is read at every
-    request, so a running program follows it.
+    Sources, highest first: request, admin API, file (KVBOOST_SETTINGS_FILE), environment (KVBOOST_NAME), flag, default.
+    Environment and file are read at every request, so a running program follows them; what an administrator set, that
+    program alone knows.
     """
-    rows = _rows()
+    live = LiveSettings()
+    rows = _rows(live)
+    problem = live.status().last_error
+    if problem is not None:
+        note(f"the settings file {live.status().file} is rejected, nothing of it is shown: {problem}")
     if as_json:
         print_json(rows)
         return
@@ -39,8 +45,8 @@ def show(
     out.print(table)
 
 
-def _rows() -> dict[str, dict[str, Any]]:
-    resolved = resolve()
+def _rows(live: LiveSettings) -> dict[str, dict[str, Any]]:
+    resolved = live.resolve()
     values = resolved.settings.model_dump(mode="json")  # a secret is masked
     return {
         name: {"value": values[name], "origin": resolved.origins[name], "description": field.description or ""}

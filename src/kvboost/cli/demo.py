@@ -22,8 +22,8 @@ from kvboost.errors import InputError
 if TYPE_CHECKING:
     from kvboost.demo.play import Outcome
     from kvboost.demo.story import Story
-    from kvboost.demo.tokenmap import MappedChunk
     from kvboost.engine import KVBoost
+    from kvboost.tokenmap import MappedChunk
 
 NEW_TOKENS = 24
 COLUMNS = ("request", "full s", "ours s", "gain", "exact", "cont", "moved", "rep.", "fresh", "answer")
@@ -142,8 +142,8 @@ def _draw(kv: KVBoost, played: Sequence[Outcome], path: Path) -> None:
 
 
 def _token_map(kv: KVBoost, outcome: Outcome) -> tuple[MappedChunk, ...]:
-    from kvboost.demo.tokenmap import make_token_map
     from kvboost.prompts import encode
+    from kvboost.tokenmap import make_token_map
 
     ids = encode(outcome.request.prompt, kv.tokenizer, kv.model)[0].tolist()
     return make_token_map(outcome.ours.plan, ids, kv.tokenizer)

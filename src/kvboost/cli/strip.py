@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvboost.cli.console import make_table
-from kvboost.demo.tokenmap import LETTER, MEANING, MappedChunk
+from kvboost.tokenmap import LETTER, MEANING, MappedChunk
 
 STYLE = {
     "exact": "black on green",

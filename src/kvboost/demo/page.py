@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from kvboost.demo.tokenmap import LETTER, MEANING, MappedChunk
+from kvboost.tokenmap import LETTER, MEANING, MappedChunk
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --dim: #57606a; --line: #d0d7de;

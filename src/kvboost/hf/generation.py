@@ -61,6 +61,11 @@ def find_input_ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs")
 
 
+def num_tokens(input_ids: Any) -> int:
+    """Tokens of all prompts of a call; 0 where that is no tensor of ids."""
+    return input_ids.numel() if isinstance(input_ids, torch.Tensor) and input_ids.dim() <= 2 else 0
+
+
 def unserved_reason(model: PreTrainedModel, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Why a call of generate must go to transformers unchanged; None if the cache can serve it."""
     if model.training:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from kvboost.store.forks import hold_lock_in_forks
 from kvboost.store.heap import return_free_pages
 from kvboost.store.policy import Entry, Ranking
-from kvboost.store.tier import MAX_LISTED, Lease, TierStats, is_truer
+from kvboost.store.tier import MAX_LISTED, Lease, StoredRecord, TierStats, is_truer
 from kvboost.store.tuning import Tuner
 from kvboost.types import ChunkHeader, ChunkKV
 
 TRIM_BYTES = 8 << 20  # evicted bytes after which free pages go back; a trim costs some milliseconds
+
+
+@dataclass(slots=True)
+class _Use:
+    stored_at_s: float  # Unix time
+    used_at_s: float
+    hits: int = 0
 
 
 class MemoryTier:
@@ -41,6 +50,7 @@ class MemoryTier:
         self._named: dict[bytes, OrderedDict[bytes, None]] = {}  # name -> record ids, least recently used first
         self._ranking = Ranking(bytes_limit, grouped=namespace_bytes is not None)
         self._tuner = Tuner(self._ranking)
+        self._uses: dict[bytes, _Use] = {}
         self._leased: Counter[bytes] = Counter()
         self._pinned: set[bytes] = set()
         self._doomed: dict[bytes, str] = {}  # dropped while leased -> the reason
@@ -61,6 +71,8 @@ class MemoryTier:
             wanted = dict.fromkeys(record_ids)
             records = {i: self._records[i] for i in wanted if i in self._records and i not in self._doomed}
             self._touch_all([r.header for r in records.values()])
+            for record_id in records:
+                self._uses[record_id].hits += 1
             self._leased.update(records.keys())
         return Lease(records, lambda: self._release(list(records)))
 
@@ -88,6 +100,16 @@ class MemoryTier:
                 self._pinned.discard(record_id)
                 self._drop(record_id, "invalidated")
             return len(doomed)
+
+    def stored(self, record_ids: Iterable[bytes] | None = None) -> dict[bytes, StoredRecord]:
+        """What is known of these records, or of all with None; those that are not here are absent. No use counts."""
+        with self._lock:
+            wanted = list(self._records) if record_ids is None else [i for i in record_ids if i in self._records]
+            return {i: self._described(i) for i in wanted if i not in self._doomed}
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Every record, in no particular order."""
+        return iter(self.stored().values())
 
     def holds(self, record: ChunkKV) -> bool:
         """True if this very object is kept, so that its bytes are counted here. Does not mark it as used."""
@@ -183,6 +205,7 @@ class MemoryTier:
                 or +self._namespace_used != by_namespace
                 or (self.namespace_bytes is not None and max(by_namespace.values(), default=0) > self.namespace_bytes)
                 or listed != held
+                or set(self._uses) != held
                 or not (self._pinned | set(self._doomed) | set(self._leased)) <= held
             ):
                 raise RuntimeError(
@@ -190,6 +213,10 @@ class MemoryTier:
                     f"limit {self.bytes_limit}, {len(listed)} listed, {len(self._records)} records, by namespace "
                     f"{dict(by_namespace)} held, {dict(self._namespace_used)} booked, limit {self.namespace_bytes}"
                 )
+
+    def _described(self, record_id: bytes) -> StoredRecord:
+        record, use = self._records[record_id], self._uses[record_id]
+        return StoredRecord(record_id, record.header, record.num_bytes, use.hits, use.used_at_s, use.stored_at_s)
 
     def _listed(self, name: bytes) -> list[ChunkHeader]:
         alive = (i for i in reversed(self._named[name]) if i not in self._doomed)
@@ -221,7 +248,9 @@ class MemoryTier:
 
     def _insert(self, record: ChunkKV, entry: Entry) -> None:
         record_id = record.header.record_id
+        now = time.time()
         self._records[record_id] = record
+        self._uses[record_id] = _Use(now, now)
         self._bytes_used += entry.size_bytes
         self._namespace_used[record.header.namespace] += entry.size_bytes
         self._ranking.add(record_id, entry)
@@ -282,6 +311,7 @@ class MemoryTier:
 
     def _remove(self, record_id: bytes, *, remember: bool = False) -> None:
         record = self._records.pop(record_id)
+        del self._uses[record_id]
         size = self._ranking.remove(record_id, remember=remember).size_bytes
         self._bytes_used -= size
         self._freed_bytes += size
@@ -308,6 +338,7 @@ class MemoryTier:
         record_id = header.record_id
         for name in self._records[record_id].header.names():
             self._named[name].move_to_end(record_id)
+        self._uses[record_id].used_at_s = time.time()
         return self._ranking.use(record_id, floor)
 
     def _release(self, record_ids: Sequence[bytes]) -> None:

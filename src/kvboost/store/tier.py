@@ -82,13 +82,14 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRecord:
-    """What a lasting tier knows of one record without reading its payload."""
+    """What a tier knows of one record without reading its payload."""
 
     record_id: bytes
     header: ChunkHeader | None  # None: damaged
     num_bytes: int
     hits: int = 0
     used_at_s: float = 0.0  # Unix time of the last use, or of the writing
+    stored_at_s: float = 0.0  # Unix time at which this tier took it; 0: not known
 
 
 class LastingTier(Tier, Protocol):

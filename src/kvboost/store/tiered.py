@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
 from kvboost.store.forks import renew_lock_in_forks
 from kvboost.store.memory import MemoryTier
-from kvboost.store.tier import MAX_LISTED, Lease, Tier, TierStats, is_truer
+from kvboost.store.tier import MAX_LISTED, Lease, StoredRecord, Tier, TierStats, is_truer
 from kvboost.store.writing import Encode, Write, WriteBehind
 from kvboost.types import ChunkHeader, ChunkKV
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
 LEAST_SHARE = 1 / 16  # of the first tier's limit, below which `shrink` does not lower it
+FORGET_S = 10.0  # what is queued is written first, so that it can be found
 NOTED = 4096  # records remembered to be truer in a slower tier
 
 T = TypeVar("T")
@@ -106,6 +107,23 @@ class TieredStore:
                 self._truer_in.pop(record_id, None)
         counts.append(self._ask(self._first, lambda t: t.delete(record_ids), 0))
         return max(counts)
+
+    def forget(self, owner: bytes | None = None, unused_since_s: float | None = None) -> int:
+        """Deletes what is of one `ChunkHeader.namespace` and was not used since that Unix time, in any tier.
+
+        None does not restrict. Returns how many records went. A tier that cannot list its records keeps them, which is
+        logged.
+        """
+        self._queue.flush(FORGET_S)
+        used_at_s: dict[bytes, float] = {}
+        nothing: list[StoredRecord] = []
+        for tier in self.tiers:
+            for record in self._ask(tier, _all_records, nothing):
+                if owner is None or (record.header is not None and record.header.namespace == owner):
+                    used_at_s[record.record_id] = max(record.used_at_s, used_at_s.get(record.record_id, 0.0))
+        doomed = [i for i, used in used_at_s.items() if unused_since_s is None or used < unused_since_s]
+        self.delete(doomed)
+        return len(doomed)
 
     def pin(self, record_ids: Iterable[bytes]) -> int:
         """Keeps records in memory until they are deleted; returns how many it found there."""
@@ -212,6 +230,12 @@ class TieredStore:
         if self._memory is not None and encoded is not write.record:
             self._memory.compact(encoded, write.record)
         return encoded
+
+
+def _all_records(tier: Tier) -> list[StoredRecord]:
+    """What a tier lists. Raises `AttributeError` for one that does not."""
+    listed: Iterator[StoredRecord] = tier.records()  # type: ignore[attr-defined]
+    return list(listed)
 
 
 def _merged(known: Mapping[bytes, ChunkHeader], headers: Sequence[ChunkHeader]) -> list[ChunkHeader]:

@@ -1,4 +1,4 @@
-"""Where the key/value rows of one prompt came from, token by token, as plain values; drawn by `page` and by the CLI."""
+"""Where the key/value rows of one prompt came from, token by token, as plain values."""
 
 from __future__ import annotations
 
