@@ -9,8 +9,9 @@ as caches do, and evicts what is asked for again latest. `of_bound` and `of_bela
 starts empty.
 
 The constants of the policy were chosen on the `tune` part: the first half of the Mooncake traces, every sixth coding
-session, the first third of the RAG requests. The recorded figures are of the rest (of the coding sessions another
-sixth). One exception: early rounds, with sizes guessed from characters, saw all RAG requests.
+session, the first third of the RAG requests; and on four more sixths of the sessions, other orders of those RAG
+requests and other budgets. The recorded figures are of the rest (of the sessions the last sixth). One exception: early
+rounds, with sizes guessed from characters, saw all RAG requests.
 
 Block traces count prefix hits, RAG counts chunks at any position: real texts, the Qwen2 tokenizer, the default
 chunker. `rag` is the file's order, pool after pool of 40 documents; `rag-mixed` the same requests in random order,

@@ -58,7 +58,7 @@ def replay(trace: Trace, policy: Policy, count: Callable[[int, int], None] | Non
 def grid(
     trace: Trace, shares: Sequence[float], policies: Sequence[str], footprint_tokens: int | None = None
 ) -> Iterator[Cell]:
-    """Every policy (of `POLICIES`, `BOUND` or `WHOLE`) at all budgets, a share of its footprint or of the given."""
+    """Every policy (of `POLICIES`, `BOUND`, `WHOLE`) at every budget: a share of the given footprint or the trace's."""
     footprint = trace.footprint_tokens if footprint_tokens is None else footprint_tokens
     for share in shares:
         capacity = int(share * footprint)
