@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -179,6 +180,21 @@ def test_the_weight_follows_the_traffic() -> None:
     assert run(popular, 100, tuned=True).weight >= 0.1, "popularity lasts: frequency counts"
     drifting = [b"%d" % (i // 20 + rng.integers(0, 60)) for i in range(20_000)]
     assert run(drifting, 50, tuned=True).weight <= 0.01, "what was popular is over: recency counts"
+
+
+def test_the_weight_does_not_follow_chance() -> None:
+    rng = np.random.default_rng(3)
+    ranking = Ranking(100)
+    tuner, real = Tuner(ranking), Shadow(ranking)
+    weights = []
+    for i in rng.integers(0, 1000, 20_000):  # no name is asked for more than another: no weight is better
+        tuner.ask(b"%d" % i, 1)
+        if real.excess_bytes(1) > 0:
+            tuner.start()
+        real.ask(b"%d" % i, 1)
+        weights.append(ranking.weight)
+    decisions = len(weights) / (tuning.WINDOW * 100)
+    assert sum(a != b for a, b in pairwise(weights)) < 0.01 * decisions
 
 
 def test_shadows_hold_a_bounded_sample() -> None:

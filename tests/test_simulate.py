@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,45 @@ def test_no_policy_hits_more_than_the_bound(
 ) -> None:
     t = trace(requests, sizes=sizes)
     assert replay(t, POLICIES[policy](capacity)) <= belady(t, capacity)
+
+
+@settings(max_examples=200, deadline=None)
+@given(REQUESTS, st.integers(1, 20), st.sampled_from([(1,), (1, 3, 2), (5, 1, 4)]))
+def test_belady_over_whole_pieces_hits_no_more_than_the_bound_and_as_much_if_all_are_of_one_size(
+    requests: Names, capacity: int, sizes: tuple[int, ...]
+) -> None:
+    t = trace(requests, sizes=sizes)
+    whole, bound = belady(t, capacity, whole=True), belady(t, capacity)
+    assert whole <= bound
+    assert whole == bound or len(sizes) > 1
+
+
+def brute_force_belady(requests: list[list[Piece]], capacity: int) -> int:
+    """Hit tokens up to the first gap; of what is asked for again, the latest goes first, and tails before heads."""
+    kept: dict[Piece, int] = {}  # -> its place in its history
+    hits = 0
+    for number, request in enumerate(requests):
+        hits += sum(p.tokens for p in itertools.takewhile(kept.__contains__, request))
+        kept |= {p: at for at, p in enumerate(request)}
+        next_use = {p: next((n for n in range(number + 1, len(requests)) if p in requests[n]), None) for p in kept}
+        kept = {p: at for p, at in kept.items() if next_use[p] is not None}
+        while sum(p.tokens for p in kept) > capacity:
+            del kept[max(kept, key=lambda p: (next_use[p], kept[p]))]
+    return hits
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), min_size=1, max_size=30), st.integers(1, 20))
+def test_belady_over_whole_pieces_keeps_no_tail_without_its_head(paths: Names, capacity: int) -> None:
+    histories = [[tuple(path[:n]) for n in range(1, len(path) + 1)] for path in paths]
+    requests = [[Piece(repr(h).encode(), 1 + sum(h)) for h in request] for request in histories]
+    assert belady(Trace("test", "prefix", requests), capacity, whole=True) == brute_force_belady(requests, capacity)
+
+
+def test_belady_keeps_pieces_whole() -> None:
+    t = trace([[0], [1], [0], [1]], sizes=(3, 2))  # three tokens and two, room for four
+    assert belady(t, 4, whole=True) == 3
+    assert belady(t, 4) == 4
 
 
 def test_the_bound_is_belady_on_pieces_of_one_size() -> None:

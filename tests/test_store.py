@@ -303,14 +303,14 @@ def test_records_that_are_used_survive_a_flood_of_records_that_are_not() -> None
     tier.check_integrity()
 
 
-def test_what_is_asked_for_twice_enters_a_store_full_of_used_records() -> None:
+def test_what_comes_back_again_enters_a_store_full_of_used_records() -> None:
     tier = MemoryTier(3 * record(0).num_bytes)
     old = [record(i) for i in range(3)]
     tier.put_many(old)
     assert used(tier, *old) == used(tier, *old) == 3
     assert tier.put_many([record(9)]) == 0
     assert tier.refused == {"importance_low": 1}
-    assert tier.put_many([record(9)]) == 8, "it came back, so it is no longer a one-off"
+    assert [tier.put_many([record(9)]) for _ in range(2)][-1] == 8, "asked for as often as the others, and later"
 
 
 def test_the_tail_of_a_used_history_goes_before_its_head_whatever_it_cost() -> None:
@@ -355,8 +355,9 @@ def test_pinned_records_stay_and_count() -> None:
     assert tier.stats().pinned_entries == 2
     tier.unpin(pinned)
     for number in range(10, 40):
-        tier.put_many([record(number), record(number + 100), record(number + 200)])
-        used(tier, record(number), record(number + 100), record(number + 200))
+        for _ in range(3):
+            tier.put_many([record(number), record(number + 100), record(number + 200)])
+            used(tier, record(number), record(number + 100), record(number + 200))
     assert used(tier, record(1), record(2)) == 0
     tier.put_many([record(5)])
     tier.pin([record(5).header.record_id])

@@ -6,6 +6,9 @@ and hits in part. Any policy that keeps whole pieces, or takes in what is not as
 of a request are asked for at once, and what is kept is chosen after it. For "prefix" the bound counts hits as for
 "anywhere": where names fix the history, what stands before a piece is asked for no later than the piece itself, so
 nothing is lost by that.
+
+With `whole`, pieces are kept whole or not at all, and what is asked for again latest goes first: the usual Belady, of a
+cache that knows the future. With pieces of several sizes it is neither a bound nor the best choice.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from kvboost.simulation.trace import Piece, Trace
 NEVER = 1 << 60
 
 
-def belady(trace: Trace, capacity_tokens: int) -> int:
-    """Hit tokens of the bound."""
+def belady(trace: Trace, capacity_tokens: int, *, whole: bool = False) -> int:
+    """Hit tokens of the bound, or with `whole` of Belady over whole pieces. Neither takes in what never returns."""
     kept: dict[bytes, tuple[int, int]] = {}  # tokens, next use
     heap: list[tuple[int, int, bytes]] = []  # furthest next use first, then the tail of a request before its head
     used = hits = 0
@@ -37,7 +40,7 @@ def belady(trace: Trace, capacity_tokens: int) -> int:
             tokens, next_use = kept.get(name, (0, 0))
             if next_use != -negative:
                 heapq.heappop(heap)
-            elif tokens > used - capacity_tokens:
+            elif tokens > used - capacity_tokens and not whole:
                 kept[name] = (tokens - (used - capacity_tokens), next_use)
                 used = capacity_tokens
             else:

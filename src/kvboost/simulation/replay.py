@@ -10,6 +10,7 @@ from kvboost.simulation.policies import POLICIES, Policy
 from kvboost.simulation.trace import Piece, Trace
 
 BOUND = "belady"
+WHOLE = "belady-whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,18 @@ def replay(trace: Trace, policy: Policy, count: Callable[[int, int], None] | Non
 def grid(
     trace: Trace, shares: Sequence[float], policies: Sequence[str], footprint_tokens: int | None = None
 ) -> Iterator[Cell]:
-    """Every policy (of `POLICIES`, or `BOUND`) at every budget: a share of the trace's footprint, or of the given."""
+    """Every policy (of `POLICIES`, `BOUND`, `WHOLE`) at every budget: a share of the given footprint or the trace's."""
     footprint = trace.footprint_tokens if footprint_tokens is None else footprint_tokens
     for share in shares:
         capacity = int(share * footprint)
         for name in policies:
-            hits = belady(trace, capacity) if name == BOUND else replay(trace, POLICIES[name](capacity))
-            yield Cell(trace.name, trace.reuse, name, capacity, share, hits, trace.tokens)
+            yield Cell(trace.name, trace.reuse, name, capacity, share, _hits(trace, name, capacity), trace.tokens)
+
+
+def _hits(trace: Trace, policy: str, capacity_tokens: int) -> int:
+    if policy in (BOUND, WHOLE):
+        return belady(trace, capacity_tokens, whole=policy == WHOLE)
+    return replay(trace, POLICIES[policy](capacity_tokens))
 
 
 def _found(pieces: Sequence[Piece], policy: Policy, reuse: str) -> dict[Piece, None]:
