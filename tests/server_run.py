@@ -71,3 +71,11 @@ class RawReply:
 def address(base_url: str) -> tuple[str, int]:
     host, _, port = base_url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+@contextmanager
+def open_service(kv: KVBoost, **options: Any) -> Iterator[Any]:
+    """The service that stands behind the server."""
+    from server_fake import SequentialService
+
+    yield SequentialService(kv, **options)

@@ -100,11 +100,13 @@ def translate(error: Exception) -> ApiError | None:
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, without repeating what was sent."""
-    first = error.errors()[0]
+    first = _clearest(error)
     if first["type"] == "json_invalid":
         return bad(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if first["type"] == "conflict":
         return bad(first["msg"], first["ctx"]["param"], "invalid_value")
+    if first["type"] == "not_text":
+        return bad(first["msg"])
     path = _path(first["loc"][1:], error.body, missing=first["type"] == "missing")
     param = ".".join(path) or None
     if param is None:
@@ -116,6 +118,14 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "missing":
         return bad(f"you must provide {param}", param, "missing_required_parameter")
     return bad(f"invalid value for {param}: {first['msg'].removeprefix('Value error, ')}", param, "invalid_value")
+
+
+def _clearest(error: RequestValidationError) -> Mapping[str, Any]:
+    """Of what is wrong with the first bad field the deepest: of a union, the branch that the client meant."""
+    found = error.errors()
+    field = [e for e in found if e["loc"][:2] == found[0]["loc"][:2]]
+    deepest: Mapping[str, Any] = max(field, key=lambda e: len(_path(e["loc"][1:], error.body, missing=True)))
+    return deepest
 
 
 def _path(loc: tuple[Any, ...], given: Any, *, missing: bool) -> list[str]:
@@ -139,7 +149,7 @@ def install(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> Response:
         told = translate(error)
         if told is None:
-            logger.exception("request %s failed", getattr(request.state, "request_id", "?"), exc_info=error)
+            logger.error("request %s failed: %s", getattr(request.state, "request_id", "?"), type(error).__name__)
             told = ApiError(500, "the server failed; its log knows why", code="internal_error")
         return response(request.url.path, told)
 

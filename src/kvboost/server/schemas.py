@@ -5,6 +5,7 @@ A field that is not here is refused by name (`errors.of_validation`). `IGNORED` 
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -48,6 +49,21 @@ class Body(BaseModel):
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
 
 
+class RequestBody(Body):
+    """The whole body of a request: every text in it, keys too, can be written as UTF-8."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise PydanticCustomError(
+                "not_text", "the body holds half of a surrogate pair, which is no text, or is nested too deeply"
+            ) from None
+        return given
+
+
 class KVBoostOptions(Body):
     """Settings of KVBoost that a request may choose for itself. Tiers, sizes and secrets are the operator's."""
 
@@ -72,7 +88,7 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # ignored: nothing is padded
 
 
-class Drawing(Body):
+class Drawing(RequestBody):
     """How tokens are drawn: what chat and completions have in common. The last four are not OpenAI's."""
 
     model: str

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kvboost.server.schemas import Body, KVBoostOptions, StopText, conflict
+from kvboost.server.schemas import Body, KVBoostOptions, RequestBody, StopText, conflict
 
 MAX_STOPS = 4
 
@@ -43,7 +43,7 @@ class Parameters(Body):
         return self
 
 
-class GenerateRequest(Body):
+class GenerateRequest(RequestBody):
     """Body of POST /generate, /generate_stream and /."""
 
     inputs: str = Field(min_length=1)

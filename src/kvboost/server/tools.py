@@ -29,8 +29,10 @@ class ToolCallReader:
         free = len(self._held) - _overlap(self._held, OPEN)
         if OPEN in self._held:
             free = self._held.index(OPEN)
+        if not self._said and not self._held[:free].strip():
+            return ""
         said, self._held = self._held[:free], self._held[free:]
-        self._said = self._said or bool(said)
+        self._said = True
         return said
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
