@@ -17,15 +17,13 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from kvboost import prompts
 from kvboost.capture import make_records
-from kvboost.chunking import Chunker, Separators, make_chunker
-from kvboost.chunking.explicit import ExplicitChunker
 from kvboost.codec import Codec
 from kvboost.config import SINK_TOKENS, Settings, resolve, unknown_environment
 from kvboost.errors import InputError, OutOfMemory, SettingsError
@@ -37,24 +35,25 @@ from kvboost.hf.loading import check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, stock_prefill
 from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.hf.support import ModelSupport, inspect_model
-from kvboost.keys import KeySpace
-from kvboost.planning import Limits, Prompt, make_plan, still_served, without_records
-from kvboost.prefilling import Filled, Prefilling
+from kvboost.naming import Naming
+from kvboost.planning import Limits, make_plan, still_served, without_records
+from kvboost.prefilling import Filled, Prefilled, Prefilling
 from kvboost.repair.gate import bound
+from kvboost.request import OpenRequest
 from kvboost.shadow import Shadow, ShadowResult
 from kvboost.stats import Backoff, EngineStats, InFlight
 from kvboost.store import Tier, TieredStore
 from kvboost.store.opening import open_store
 from kvboost.store.writing import Encode
-from kvboost.types import ChunkHeader, ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport
+from kvboost.types import ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
+_T = TypeVar("_T")
 
 SHADOW_BLOCK_TOKENS = 256  # of a shadow prefill at a time: a request waits for no more than one such block
 SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are running
 CACHE_FAILED = "the cache failed; see the log"
 OUT_OF_MEMORY = "out of memory"
-MAX_CHUNKERS = 8  # kept at a time, one per chunker and sizes that requests ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +69,6 @@ class Generation:
     plan: ReusePlan
     output: Any
     shadow: Future[ShadowResult] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefilled:
-    """A prompt of which all but the rows of a last forward are in a cache, and what is needed to store them."""
-
-    filled: Filled
-    keys: KeySpace
-    sources: Mapping[bytes, ChunkHeader]  # headers of the records served
-    report: ReuseReport
-    drawn_logits: torch.Tensor | None = None  # float32 [V]: of the last token, if the request is drawn for a check
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +117,7 @@ class KVBoost:
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._fingerprint = Fingerprint(model, tokenizer)
         self._probes: dict[tuple[Codec, bytes], QuantProbe] = {}
-        self._separators = Separators.from_tokenizer(tokenizer)
-        self._chunkers: dict[tuple[object, ...], Chunker] = {}
+        self._naming = Naming(tokenizer, self._fingerprint.current, self.support.regime)
         for warning in [*unknown_environment(), *self.support.warnings, *self._limitations()]:
             logger.warning("%s: %s", type(model).__name__, warning)
 
@@ -168,7 +155,7 @@ class KVBoost:
             kwargs.setdefault("tokenizer", self.tokenizer)
         settings = self.settings(**overrides)
         served = self._serve(input_ids, kwargs, settings, self._refusal(settings, input_ids, kwargs), started)
-        new = _sequences(served.output)[0, input_ids.shape[1] :].tolist()
+        new = generation.sequences(served.output)[0, input_ids.shape[1] :].tolist()
         text = self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Generation(text, new, served.report, served.plan, served.output, served.shadow)
 
@@ -202,7 +189,7 @@ class KVBoost:
         """
         settings = self.settings(**request)
         tokens = _tokens(prompts.encode(prompt, self.tokenizer, self.model))
-        named = self._named(tokens, settings, self._keys(len(tokens), settings))
+        named = self._naming.prompt(tokens, settings, self._naming.keys(len(tokens), settings))
         return make_plan(named, self.store.find, self._limits(settings, len(tokens)))
 
     def warm(self, text: str, context: str | None = None, *, pin: bool = False, **request: Any) -> ReuseReport:
@@ -223,7 +210,8 @@ class KVBoost:
         stock_prefill(
             self.model, input_ids, prefilled.filled.cache, size, block_tokens=self.support.block_tokens(size, settings)
         )
-        report = self._finish(prefilled, input_ids, settings, started, time.perf_counter())
+        ttft_s = time.perf_counter() - started
+        report = self._finish(prefilled, input_ids, settings, ttft_s, ttft_s)
         if pin:
             self.store.pin(s.record_id for s in self.plan(input_ids, **request) if s.record_id is not None)
         return report
@@ -290,7 +278,7 @@ class KVBoost:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # --- one request ------------------------------------------------------------------------------------------------
+    # --- one request -------------------------------------------------------------------------------------------------
 
     def _serve(
         self,
@@ -308,20 +296,77 @@ class KVBoost:
             if isinstance(prefilled, str) or isinstance(output, str):
                 return self._serve_plain(input_ids, kwargs, output, clock, started)
             first_token_at = clock.first_token_at or time.perf_counter()
-            report = self._finish(prefilled, _sequences(output)[:1], settings, started, first_token_at)
+            ttft_s = first_token_at - started
+            spent = prefilled.report
+            computed_s = ttft_s - spent.lookup_s - spent.load_s - spent.shift_s - spent.select_s
+            report = self._finish(prefilled, generation.sequences(output)[:1], settings, ttft_s, computed_s)
         checked = prefilled.drawn_logits
         shadow = None if checked is None else self.shadow.offer(input_ids, checked, bound(settings))
         return _Served(output, report, prefilled.filled.plan, shadow)
 
+    # --- one request whose forwards somebody else shares out: `kvboost.serving` --------------------------------------
+
+    def open_request(
+        self, input_ids: torch.Tensor, *, new_tokens: int = 0, started: float | None = None, **request: Any
+    ) -> OpenRequest:
+        """Look up, plan, load, and the selective forward where rows are moved. The rest of the prompt [1, T] is
+        computed block by block (`OpenRequest.extend`), by whoever opened it, and `close_request` must follow.
+
+        `started` is when the request arrived (`time.perf_counter`), `new_tokens` how many may be generated; the request
+        ends with `SettingsError` for a setting that is invalid, and in no other way.
+        """
+        settings = self.settings(**request)
+        opened = OpenRequest(self.model, self.support, input_ids, settings, started or time.perf_counter())
+        with ExitStack() as on_failure:
+            on_failure.enter_context(self._in_flight)
+            refusal = self._refusal(settings, input_ids, {})
+            prefilled = refusal or self._try_prefill(input_ids, settings, prefix_only=True)
+            if self.support.refused is None and self.support.outdated(self.model) is None:
+                opened.make_slot(None if isinstance(prefilled, str) else prefilled.filled.cache, new_tokens)
+            opened.begin(prefilled)
+            on_failure.pop_all()  # `close_request` ends it
+        return opened
+
+    def close_request(self, opened: OpenRequest, ids: Sequence[int], first_token_at: float | None) -> ReuseReport:
+        """Stores the rows of `ids`, prompt and answer, of which the last may have none; counts; completes the report.
+
+        Without `first_token_at` the request was given up: what was computed is stored, and nothing is counted.
+        """
+        try:
+            return self._close_request(opened, torch.tensor([list(ids)]), first_token_at)
+        finally:
+            self._in_flight.__exit__(None, None, None)
+
+    def _close_request(
+        self, opened: OpenRequest, sequence_ids: torch.Tensor, first_token_at: float | None
+    ) -> ReuseReport:
+        size, prefilled = opened.input_ids.shape[1], opened.prefilled
+        ttft_s = (first_token_at or time.perf_counter()) - opened.started
+        if prefilled is None:
+            if first_token_at is not None:
+                self.stats.count_fallback(opened.fallback or "")
+            return ReuseReport(
+                size, fresh_tokens=size, fallback=opened.fallback, ttft_s=ttft_s, prefill_s=opened.computed_s
+            )
+        spent = prefilled.report.prefill_s + opened.computed_s
+        prefilled = replace(prefilled, report=replace(prefilled.report, prefill_s=spent))
+        if first_token_at is None:
+            return self._keep(prefilled, sequence_ids, opened.settings, spent)
+        if prefilled.drawn and opened.logits is not None:
+            self.shadow.offer(opened.input_ids, opened.logits, bound(opened.settings))
+        return self._finish(prefilled, sequence_ids, opened.settings, ttft_s, spent)
+
+    # --- the steps of both -------------------------------------------------------------------------------------------
+
     def _decode(
         self,
-        prefilled: _Prefilled,
+        prefilled: Prefilled,
         input_ids: torch.Tensor,
         kwargs: Mapping[str, Any],
         clock: generation.FirstTokenClock,
     ) -> Any:
         """What `model.generate` makes of the filled cache; the reason, if memory ran out before the first token."""
-        options = {compat.CACHE_ARGUMENT: prefilled.filled.cache, **_with_mask(input_ids, kwargs)}
+        options = {compat.CACHE_ARGUMENT: prefilled.filled.cache, **generation.with_mask(input_ids, kwargs)}
         try:
             return self.plain_generate(inputs=input_ids, **generation.with_clock(options, clock))
         except Exception as error:
@@ -365,33 +410,42 @@ class KVBoost:
             or self.support.refuses_length(input_ids.shape[1])
         )
 
-    def _try_prefill(self, input_ids: torch.Tensor, settings: Settings, *, retry: bool = True) -> _Prefilled | str:
-        """`_prefill`, or why it cannot be had: a failure of the cache is logged and never reaches the request.
-
-        Out of memory, the cache gives half of what it holds back, and one more try is made.
-        """
+    def _try_prefill(
+        self, input_ids: torch.Tensor, settings: Settings, *, prefix_only: bool = False
+    ) -> Prefilled | str:
+        """`_prefill`, or why it cannot be had: a failure of the cache is logged and never reaches the request."""
         try:
-            return self._prefill(input_ids, settings)
+            return self.with_memory(lambda: self._prefill(input_ids, settings, prefix_only=prefix_only))
         except Exception as error:
-            if is_out_of_memory(error) and retry:
-                self._give_memory_back()
-                return self._try_prefill(input_ids, settings, retry=False)
             if is_out_of_memory(error):
                 return OUT_OF_MEMORY
             logger.exception("the cache failed for a prompt of %d tokens; computing it in full", input_ids.shape[1])
             return CACHE_FAILED
+
+    def with_memory(self, work: Callable[[], _T]) -> _T:
+        """What `work` returns. Out of memory, the cache gives half of what it holds back, and one more try is made."""
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._give_memory_back()
+        return work()
 
     def _give_memory_back(self) -> None:
         kept = self.store.shrink(0.5)
         release_device_memory(self.model.device)
         logger.warning("out of memory: the cache is limited to %d bytes from now on", kept)
 
-    def _prefill(self, input_ids: torch.Tensor, settings: Settings) -> _Prefilled:
-        """Look up, plan, load, shift, select, and run the selective forward where rows were moved."""
+    def _prefill(self, input_ids: torch.Tensor, settings: Settings, *, prefix_only: bool = False) -> Prefilled:
+        """Look up, plan, load, shift, select, and run the selective forward where rows were moved.
+
+        With `prefix_only` nothing is computed behind a prefix that was not moved.
+        """
         began = time.perf_counter()
         tokens = _tokens(input_ids)
-        keys = self._keys(len(tokens), settings)
-        prompt = self._named(tokens, settings, keys)
+        keys = self._naming.keys(len(tokens), settings)
+        prompt = self._naming.prompt(tokens, settings, keys)
         trying_moved = not settings.gate or self._giving_up.allows()
         wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens), trying_moved=trying_moved))
         with ExitStack() as leases:
@@ -400,7 +454,7 @@ class KVBoost:
             looked_up = time.perf_counter()
             observing = settings.mode == "observe"
             served = ReusePlan.nothing(plan.num_tokens) if observing else plan
-            filled = Prefilling(self.model, self.support, input_ids, records, settings).fill(served)
+            filled = Prefilling(self.model, self.support, input_ids, records, settings, prefix_only).fill(served)
             if not served.is_prefix_only and settings.gate:
                 self._giving_up.note(failed=filled.report.fallback is not None)
             sources = {i: r.header for i, r in records.items()}
@@ -409,7 +463,10 @@ class KVBoost:
             bytes_by_tier=loaded_bytes,
             lookup_s=looked_up - began,
         )
-        return _Prefilled(filled, keys, sources, report, self._drawn_logits(filled, input_ids, settings))
+        inexact = filled.plan.count(Kind.MOVED) + filled.plan.count(Kind.CONTINUED) > 0
+        drawn = inexact and random.random() < settings.shadow_share
+        logits = self._checked_logits(filled, input_ids) if drawn and not prefix_only else filled.logits
+        return Prefilled(filled, keys, sources, report, drawn, logits if drawn else None)
 
     def _lease(self, plan: ReusePlan, leases: ExitStack) -> tuple[dict[bytes, ChunkKV], dict[str, int]]:
         """The plan's records and the sources of linked ones, kept until `leases` closes; and bytes by tier."""
@@ -425,29 +482,29 @@ class KVBoost:
 
     def _finish(
         self,
-        prefilled: _Prefilled,
+        prefilled: Prefilled,
         sequence_ids: torch.Tensor,
         settings: Settings,
-        started: float,
-        first_token_at: float,
+        ttft_s: float,
+        computed_s: float,
     ) -> ReuseReport:
-        """Stores the new rows, counts, and completes the report. A failing store costs only what it would have kept."""
-        began = time.perf_counter()
-        ttft_s = first_token_at - started
-        try:
-            written = self._capture(prefilled, sequence_ids, settings, ttft_s)
-        except Exception:
-            logger.exception("storing the rows of a request failed; they will be computed again")
-            written = 0
-        report = replace(
-            prefilled.report,
-            written_tokens=written,
-            capture_s=time.perf_counter() - began,
-            ttft_s=ttft_s,
-        )
+        """Stores the new rows, which took `computed_s` up to the first token, counts, and completes the report."""
+        report = replace(self._keep(prefilled, sequence_ids, settings, computed_s), ttft_s=ttft_s)
         self.stats.count_served(prefilled.filled.plan, report.fallback)
         self._note_quality(prefilled.filled.plan)
         return report
+
+    def _keep(
+        self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings, computed_s: float
+    ) -> ReuseReport:
+        """Stores the new rows. A failing store costs only what it would have kept."""
+        began = time.perf_counter()
+        try:
+            written = self._capture(prefilled, sequence_ids, settings, computed_s)
+        except Exception:
+            logger.exception("storing the rows of a request failed; they will be computed again")
+            written = 0
+        return replace(prefilled.report, written_tokens=written, capture_s=time.perf_counter() - began)
 
     def _note_quality(self, plan: ReusePlan) -> None:
         """Text that needs much repair wherever it is moved to is worth less to keep."""
@@ -456,16 +513,15 @@ class KVBoost:
                 repaired = np.searchsorted(plan.repaired, [s.span.start, s.span.stop])
                 self.store.note_quality(s.record_id, 1 - float(repaired[1] - repaired[0]) / len(s.span))
 
-    def _capture(self, prefilled: _Prefilled, sequence_ids: torch.Tensor, settings: Settings, ttft_s: float) -> int:
+    def _capture(self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings, computed_s: float) -> int:
         filled, report = prefilled.filled, prefilled.report
-        computed_s = ttft_s - report.lookup_s - report.load_s - report.shift_s - report.select_s
         num_rows = min(filled.cache.get_seq_length(), sequence_ids.shape[1])
         boundary = self.support.regime_boundary
         if boundary is not None and filled.plan.num_tokens <= boundary:
             num_rows = min(num_rows, boundary)  # later rows were generated with other rotary frequencies
         if self.support.exact_limit_tokens is not None:
             num_rows = min(num_rows, self.support.exact_limit_tokens)
-        sequence = self._named(_tokens(sequence_ids)[:num_rows], settings, prefilled.keys)
+        sequence = self._naming.prompt(_tokens(sequence_ids)[:num_rows], settings, prefilled.keys)
         records = make_records(
             sequence,
             filled.plan,
@@ -488,13 +544,10 @@ class KVBoost:
         )
         return None if packer is None else packer.encode
 
-    # --- shadow verification ----------------------------------------------------------------------------------------
+    # --- shadow verification -----------------------------------------------------------------------------------------
 
-    def _drawn_logits(self, filled: Filled, input_ids: torch.Tensor, settings: Settings) -> torch.Tensor | None:
-        """Logits [V] of the last token of a request with inexact rows that is drawn for a check; else None."""
-        inexact = filled.plan.count(Kind.MOVED) + filled.plan.count(Kind.CONTINUED)
-        if not inexact or random.random() >= settings.shadow_share:
-            return None
+    def _checked_logits(self, filled: Filled, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [V] of the last token of a request that was drawn for a check."""
         if filled.logits is not None:
             return filled.logits
         with model_lock(self.model):
@@ -511,29 +564,7 @@ class KVBoost:
         with model_lock(self.model):
             return continuation_logits(self.model, input_ids[:, cache.get_seq_length() :], cache)[-1]
 
-    # --- names and limits -------------------------------------------------------------------------------------------
-
-    def _keys(self, num_tokens: int, settings: Settings) -> KeySpace:
-        return KeySpace(
-            secret=settings.hash_secret.get_secret_value(),
-            fingerprint=self._fingerprint.current(),
-            namespace=settings.cache_salt,
-            regime=str(self.support.regime(num_tokens)),
-        )
-
-    def _named(self, tokens: Int32Array, settings: Settings, keys: KeySpace) -> Prompt:
-        return Prompt(tokens, self._chunker(settings).split(tokens), keys, anchors=settings.anchors)
-
-    def _chunker(self, settings: Settings) -> Chunker:
-        if settings.chunk_boundaries:
-            inner = self._chunker(settings.model_copy(update={"chunk_boundaries": ()}))
-            return ExplicitChunker(settings.chunk_boundaries, inner, settings.chunk_max_tokens)
-        wanted = (settings.chunker, settings.chunk_min_tokens, settings.chunk_avg_tokens, settings.chunk_max_tokens)
-        if wanted not in self._chunkers:
-            if len(self._chunkers) >= MAX_CHUNKERS:
-                self._chunkers = {}
-            self._chunkers[wanted] = make_chunker(settings, self._separators, tokenizer=self.tokenizer)
-        return self._chunkers[wanted]
+    # --- names and limits --------------------------------------------------------------------------------------------
 
     def _limits(self, settings: Settings, num_tokens: int, *, trying_moved: bool = True) -> Limits:
         return Limits(
@@ -547,7 +578,7 @@ class KVBoost:
             fresh_tokens=1 + self.support.regime(num_tokens),
         )
 
-    # --- telling ----------------------------------------------------------------------------------------------------
+    # --- telling -----------------------------------------------------------------------------------------------------
 
     def _limitations(self) -> list[str]:
         if self.support.refused is not None:
@@ -563,18 +594,6 @@ def _as_tiered(store: Tier | None) -> TieredStore | None:
 
 def _tokens(input_ids: torch.Tensor) -> Int32Array:
     return input_ids[0].to("cpu", torch.int32).numpy().astype(np.int32)
-
-
-def _sequences(output: Any) -> torch.Tensor:
-    sequences: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
-    return sequences
-
-
-def _with_mask(input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Generate needs a mask over the whole prompt once a cache is given."""
-    absent = {"attention_mask", "input_ids", "inputs", *compat.CACHE_ARGUMENTS}
-    given = {k: v for k, v in kwargs.items() if v is not None or k not in absent}
-    return {"attention_mask": torch.ones_like(input_ids), **given}
 
 
 def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: bool) -> ReusePlan:

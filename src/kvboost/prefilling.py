@@ -15,15 +15,16 @@ import torch
 from kvboost.config import Settings
 from kvboost.hf import compat
 from kvboost.hf.assembly import Assembly
-from kvboost.hf.compat import DynamicCache, PreTrainedModel
+from kvboost.hf.compat import Cache, DynamicCache, PreTrainedModel
 from kvboost.hf.correction import Correction
 from kvboost.hf.load import load_rows
 from kvboost.hf.prefill import model_lock, stock_prefill
 from kvboost.hf.support import ModelSupport
+from kvboost.keys import KeySpace
 from kvboost.repair import STRATEGIES
 from kvboost.repair.gate import bound
 from kvboost.repair.mending import Mended, mend
-from kvboost.types import ChunkKV, ReusePlan, ReuseReport
+from kvboost.types import ChunkHeader, ChunkKV, ReusePlan, ReuseReport
 
 GIVEN_UP = "the estimated error of moved text is above the bound"
 
@@ -33,21 +34,37 @@ class Filled:
     """What a prefill served, the cache that it made, and its report so far."""
 
     plan: ReusePlan
-    cache: DynamicCache
+    cache: Cache
     report: ReuseReport
     correction: Correction | None = None  # what was added to moved rows
     logits: torch.Tensor | None = None  # float32 [V]: of the last row, where moved rows were served
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A filled cache, and what is needed to store its rows later."""
+
+    filled: Filled
+    keys: KeySpace
+    sources: Mapping[bytes, ChunkHeader]  # headers of the records served
+    report: ReuseReport
+    drawn: bool = False  # for a check by a full prefill
+    drawn_logits: torch.Tensor | None = None  # float32 [V]: of the last token, if drawn and they were computed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefilling:
-    """One prompt `input_ids` [1, T] and the records that its plan may use."""
+    """One prompt `input_ids` [1, T] and the records that its plan may use.
+
+    With `prefix_only` nothing is computed behind an unmoved prefix: whoever asked computes the rest.
+    """
 
     model: PreTrainedModel
     support: ModelSupport
     input_ids: torch.Tensor
     records: Mapping[bytes, ChunkKV]
     settings: Settings
+    prefix_only: bool = False
 
     def fill(self, plan: ReusePlan) -> Filled:
         """A cache of as much of the prompt as the plan allows, at most of all tokens but the last."""
@@ -60,7 +77,7 @@ class Prefilling:
         began = time.perf_counter()
         cache = compat.make_dynamic_cache(*layout.per_layer(payload)) if start else DynamicCache()
         block = self.support.block_tokens(plan.num_tokens, self.settings, behind=start)
-        whole = (plan.num_tokens - start - 1) // block * block
+        whole = 0 if self.prefix_only else (plan.num_tokens - start - 1) // block * block
         if whole:
             stock_prefill(self.model, self.input_ids, cache, start + whole, block_tokens=block)
         prefill_s = time.perf_counter() - began

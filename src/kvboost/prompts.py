@@ -36,7 +36,7 @@ def encode(prompt: Any, tokenizer: Any, model: PreTrainedModel) -> torch.Tensor:
         if isinstance(prompt, Sequence) and prompt:
             given += f" of {type(prompt[0]).__name__}"
         raise InputError(f"a prompt is text, a list of token ids, or a list of chat messages, not {given}")
-    return _checked(ids, model)
+    return checked(ids, model)
 
 
 def render(
@@ -71,7 +71,7 @@ def encode_document(
     filler = _tokenize(tokenizer, _FILLER)
     while len(head) < min_context_tokens:
         head = head + filler
-    return _checked(head + _tokenize(tokenizer, text), model)
+    return checked(head + _tokenize(tokenizer, text), model)
 
 
 def _default_context(tokenizer: Any) -> list[int]:
@@ -95,7 +95,8 @@ def _require(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _checked(ids: list[int], model: PreTrainedModel) -> torch.Tensor:
+def checked(ids: list[int], model: PreTrainedModel) -> torch.Tensor:
+    """Token ids as int64 [1, T] on the model's device. Raises `InputError` if the model cannot take them."""
     limit = declared.max_positions(model.config.get_text_config())
     rows = model.get_input_embeddings().weight.shape[0]
     if not ids:

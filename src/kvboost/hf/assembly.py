@@ -80,7 +80,7 @@ class Assembly:
         if logits:
             inputs["logits_to_keep"] = 1
         try:
-            with torch.no_grad(), attention.attend_in_blocks(self.support.configs, job):
+            with torch.no_grad(), attention.attend_as(job, self.support.configs):
                 output = compat.forward(model, Cache(layers=list(layers)), **inputs)
         except attention.Enough:
             return None

@@ -9,18 +9,19 @@ position only, so about half of the work of a dense mask is never done, and memo
     block 3      ###############|                  sliding layers are cut at the window on the left too
 
 It is reached through transformers' own registry: an attention function and a mask function under names of ours, that a
-model's config names while our forward runs. Both act only for the thread and forward that set `_job`; any other
-forward that meets them is delegated to what the model had.
+model's config names while our forward runs. Both act only for the thread and forward that set `_running`; any other
+forward that meets them is delegated to what the model had. What they do is up to an `Attending`: `Job` here, and the
+joint decode step in `kvboost.hf.crowd`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +35,29 @@ from kvboost.hf import compat
 PREFIX = "kvboost_"
 FAR = 1 << 24  # a position beyond every window, exact in float32
 
-
 MASK_CACHE_BYTES = 64 << 20  # masks of all blocks are kept for the next layer if they are no larger together
+
+
+class Attending(Protocol):
+    """What one forward of ours does instead of the model's attention."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`query` [B, Hq, m, D] and what the cache layer's `update` returned -> [B, m, Hq, D']."""
+        ...
+
+    def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stands for the model's mask, which nobody reads."""
+        ...
 
 
 @dataclass(slots=True)
@@ -61,6 +83,45 @@ class Job:
             return blocks
         self._blocks[window] = list(blocks)
         return iter(self._blocks[window])
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`query` [1, Hq, m, D], `key` [1, H, T, D], `value` [1, H, T, D'] -> [1, m, Hq, D']."""
+        layer = layer_index(module, kwargs)
+        if self.windows is None:
+            self.seen.append((layer, int(attention_mask.max().item()) if attention_mask is not None else -1))
+        window = self.windows[layer] if self.windows is not None else None
+        parts = []
+        for block in self.blocks(window, query.dtype):
+            q, k, v = query[:, :, block.queries], key[:, :, block.keys], value[:, :, block.keys]
+            if self.observe is not None:
+                scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+                capped = softcap if self.honour_softcap else None
+                self.observe(Look(layer, block, q[0], key[0], value[0], scale, capped))
+            if softcap is not None and self.honour_softcap:
+                parts.append(soft_capped(q, k, v, block.mask, scaling, softcap))
+            else:
+                grouped = q.shape[1] != k.shape[1]
+                parts.append(
+                    F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scaling, enable_gqa=grouped)
+                )
+        return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+    def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Its only value tells a probe which mask function the layer was given."""
+        function = kwargs.get("mask_function")
+        if self.windows is None and function is not None:
+            self.rules.append(function)
+        return torch.full((1, 1, 1, 1), float(len(self.rules) - 1), device=self.rows.device)
 
     def _make_blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
         positions = torch.arange(int(self.rows[-1]) + 1, device=self.rows.device)
@@ -117,20 +178,20 @@ class Enough(Exception):
     """Raised inside a forward that has shown what it was run for; caught by whoever started it."""
 
 
-_job: ContextVar[Job | None] = ContextVar("kvboost_attention_job", default=None)
+_running: ContextVar[Attending | None] = ContextVar("kvboost_attention", default=None)
 
 
 @contextlib.contextmanager
-def attend_in_blocks(configs: Sequence[Any], job: Job) -> Iterator[None]:
-    """Within the context, a forward of this thread over `configs` attends as `job` says."""
+def attend_as(attending: Attending, configs: Sequence[Any]) -> Iterator[None]:
+    """Within the context, a forward of this thread over `configs` attends as `attending` does."""
     names = [_register(original_name(config._attn_implementation)) for config in configs]
-    token = _job.set(job)
+    token = _running.set(attending)
     former = compat.set_attention(configs, names)
     try:
         yield
     finally:
         compat.set_attention(configs, former)
-        _job.reset(token)
+        _running.reset(token)
 
 
 def original_name(implementation: str | None) -> str:
@@ -144,16 +205,16 @@ def _register(original: str) -> str:
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
 
         def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-            job = _job.get()
-            if job is None:
+            running = _running.get()
+            if running is None:
                 return _delegate(module, original)(module, *args, **kwargs)
-            return _attend(job, module, *args, **kwargs)
+            return running.attend(module, *args, **kwargs)
 
         def mask(*args: Any, **kwargs: Any) -> Any:
-            job = _job.get()
-            if job is None:
+            running = _running.get()
+            if running is None:
                 return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-            return _mark(job, *args, **kwargs)
+            return running.mask(*args, **kwargs)
 
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
@@ -169,56 +230,22 @@ def _delegate(module: torch.nn.Module, original: str) -> Callable[..., tuple[tor
     return registered
 
 
-def _mark(job: Job, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands for a mask. Its only value tells a probe which mask function the layer was given."""
-    function = kwargs.get("mask_function")
-    if job.windows is None and function is not None:
-        job.rules.append(function)
-    return torch.full((1, 1, 1, 1), float(len(job.rules) - 1), device=job.rows.device)
-
-
-def _attend(
-    job: Job,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """`query` [1, Hq, m, D], `key` [1, H, T, D], `value` [1, H, T, D'] -> [1, m, Hq, D']."""
+def layer_index(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> int:
+    """The layer of an attention module; raises `UnsupportedModel` for attention that takes more than we serve."""
     for unknown in ("s_aux", "position_bias", "head_mask"):
         if kwargs.get(unknown) is not None:
             raise UnsupportedModel(f"its attention takes `{unknown}`, which the selective forward does not")
-    layer = getattr(module, "layer_idx", None)
+    layer: int | None = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModel("its attention modules do not tell their layer index")
-    if job.windows is None:
-        job.seen.append((layer, int(attention_mask.max().item()) if attention_mask is not None else -1))
-    window = job.windows[layer] if job.windows is not None else None
-    parts = []
-    for block in job.blocks(window, query.dtype):
-        q, k, v = query[:, :, block.queries], key[:, :, block.keys], value[:, :, block.keys]
-        if job.observe is not None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            job.observe(Look(layer, block, q[0], key[0], value[0], scale, softcap if job.honour_softcap else None))
-        if softcap is not None and job.honour_softcap:
-            parts.append(_soft_capped(q, k, v, block.mask, scaling, softcap))
-        else:
-            grouped = q.shape[1] != k.shape[1]
-            parts.append(
-                F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scaling, enable_gqa=grouped)
-            )
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    return layer
 
 
-def _soft_capped(
+def soft_capped(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     scaling: float | None,
     softcap: float,
 ) -> torch.Tensor:
@@ -226,7 +253,9 @@ def _soft_capped(
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = _capped(query @ key.transpose(2, 3) * scale, softcap) + mask
+    logits = _capped(query @ key.transpose(2, 3) * scale, softcap)
+    if mask is not None:
+        logits = logits + mask
     return torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype) @ value
 
 

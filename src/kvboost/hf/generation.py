@@ -54,6 +54,19 @@ def with_clock(kwargs: Mapping[str, Any], clock: FirstTokenClock) -> dict[str, A
     return {**kwargs, "logits_processor": LogitsProcessorList([*(kwargs.get("logits_processor") or []), clock])}
 
 
+def with_mask(input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with a mask over the whole prompt, which generate needs once a cache is given."""
+    absent = {"attention_mask", "input_ids", "inputs", *compat.CACHE_ARGUMENTS}
+    given = {k: v for k, v in kwargs.items() if v is not None or k not in absent}
+    return {"attention_mask": torch.ones_like(input_ids), **given}
+
+
+def sequences(output: Any) -> torch.Tensor:
+    """Prompt and answer in what generate returned."""
+    ids: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
+    return ids
+
+
 def find_input_ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The prompt of a call of generate, wherever it was passed."""
     if args:

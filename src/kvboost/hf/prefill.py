@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost.hf import compat
 
@@ -22,7 +23,7 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
 
 
 def stock_prefill(
-    model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache, stop: int, *, block_tokens: int
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, stop: int, *, block_tokens: int
 ) -> None:
     """Extends `cache` to the first `stop` tokens of `input_ids` [1, T] with the stock forward, block by block."""
     start = cache.get_seq_length()
@@ -37,6 +38,15 @@ def continuation_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: 
     """Logits after each of the tokens `input_ids` [1, m] that follow `cache`, which grows by them: float32 [m, V]."""
     with torch.no_grad():
         logits: torch.Tensor = compat.forward(model, cache, input_ids=input_ids).logits[0]
+    return logits.float()
+
+
+def last_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Logits after the last of the tokens `input_ids` [1, m] that follow `cache`, which grows by them: float32 [V]."""
+    names = inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+    with torch.no_grad():
+        logits: torch.Tensor = compat.forward(model, cache, input_ids=input_ids, **keep).logits[0, -1]
     return logits.float()
 
 

@@ -108,7 +108,7 @@ def probe_windows(model: PreTrainedModel, num_layers: int) -> list[int | None]:
     """The sliding window of each layer. Raises `UnsupportedModel` if a layer's attention is not reached."""
     rows = torch.arange(3, device=model.device)
     job = attention.Job(rows=rows, windows=None)
-    with torch.no_grad(), attention.attend_in_blocks(attention_configs(model), job):
+    with torch.no_grad(), attention.attend_as(job, attention_configs(model)):
         compat.forward(compat.decoder(model), DynamicCache(), input_ids=rows[None], position_ids=rows[None])
     masks = dict(job.seen)
     missing = [i for i in range(num_layers) if masks.get(i, -1) < 0]
@@ -203,7 +203,7 @@ def recompute_all(
         group.values.zero_()
     cache = compat.Cache(layers=splice.make_splice_layers(*layout.per_layer(payload), rows))
     job = attention.Job(rows=rows, windows=layout.windows, block=16, honour_softcap=honour_softcap)
-    with torch.no_grad(), attention.attend_in_blocks(attention_configs(model), job):
+    with torch.no_grad(), attention.attend_as(job, attention_configs(model)):
         hidden: torch.Tensor = compat.forward(
             compat.decoder(model), cache, input_ids=input_ids, position_ids=rows[None]
         )[0]

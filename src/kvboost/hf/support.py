@@ -65,6 +65,11 @@ class ModelSupport:
         now = _implementation(model)
         return None if now == self.attention else f"its attention was changed to {now!r}; make a new engine"
 
+    @staticmethod
+    def tolerance(dtype: torch.dtype) -> float:
+        """The largest relative error that a self-check lets pass."""
+        return TOLERANCE.get(dtype, COARSE_TOLERANCE)
+
     def regime(self, num_tokens: int) -> int:
         """Index of the rotary regime in which a prompt of this length is computed."""
         return int(self.regime_boundary is not None and num_tokens > self.regime_boundary)
@@ -191,7 +196,7 @@ def _check_continuation(model: PreTrainedModel, support: ModelSupport, config: A
     """A prefix from a cache must give what a plain prefill gives, or not even exact reuse is sound."""
     ids = _check_ids(model, config)
     error = _hidden_error(probe.run_continued(model, ids, ids.shape[1] // 2), probe.run_hidden(model, ids))
-    tolerance = TOLERANCE.get(model.dtype, COARSE_TOLERANCE)
+    tolerance = support.tolerance(model.dtype)
     support.errors["continuation"] = error
     if not error <= tolerance:
         raise UnsupportedModel(
@@ -204,7 +209,7 @@ def _self_check(model: PreTrainedModel, support: ModelSupport) -> None:
     ids = _check_ids(model, model.config.get_text_config())
     plain = probe.run_hidden(model, ids)
     ours = probe.recompute_all(model, layout, ids, support.honour_softcap)
-    tolerance = TOLERANCE.get(model.dtype, COARSE_TOLERANCE)
+    tolerance = support.tolerance(model.dtype)
     support.errors["recompute"] = _hidden_error(ours, plain)
     support.errors["shift"] = _shift_error(model, layout, ids)
     for name, error in sorted(support.errors.items()):
