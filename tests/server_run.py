@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from kvboost import KVBoost
+from kvboost.serving.scheduler import Scheduler
 
 # the model's tokenizer has none; this one takes tools and joins what is said
 CHAT_TEMPLATE = (
@@ -74,8 +75,15 @@ def address(base_url: str) -> tuple[str, int]:
 
 
 @contextmanager
-def open_service(kv: KVBoost, **options: Any) -> Iterator[Any]:
+def open_service(kv: KVBoost, **options: Any) -> Iterator[Scheduler]:
     """The service that stands behind the server."""
-    from server_fake import SequentialService
+    service = Scheduler(kv, **options)
+    try:
+        yield service
+    finally:
+        service.close()
 
-    yield SequentialService(kv, **options)
+
+def idle(service: Scheduler) -> bool:
+    stats = service.stats()
+    return stats.queued == stats.prefilling == stats.decoding == 0
