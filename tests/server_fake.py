@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from kvboost.serving import Job, Piece, ServiceStats, Token
+from kvboost.serving import Busy, Job, Piece, ServiceStats, Token
 from kvboost.types import ReuseReport
 
 
@@ -18,6 +18,8 @@ class ScriptedService:
         self.jobs: list[Job] = []
 
     def submit(self, job: Job) -> AsyncIterator[Piece]:
+        if self.draining:
+            raise Busy("closing", 3.0)
         self.jobs.append(job)
         return self._answer(job)
 
