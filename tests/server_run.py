@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
 
 from kvboost import KVBoost
@@ -57,6 +58,14 @@ def eventually(true: Callable[[], bool], limit_s: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < until, "it did not happen"
         time.sleep(0.005)
+
+
+def get(url: str, **more: Any) -> httpx.Response:
+    return httpx.get(url, timeout=60, verify=False, **more)  # nothing to verify, and reading certificates takes long
+
+
+def post(url: str, **more: Any) -> httpx.Response:
+    return httpx.post(url, timeout=60, verify=False, **more)
 
 
 class RawReply:

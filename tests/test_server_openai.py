@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from langchain_core.messages import HumanMessage
@@ -20,7 +19,7 @@ from kvboost.server import ServerOptions, make_app
 from kvboost.server.tools import ToolCallReader
 from kvboost.serving import JobFailed
 from server_fake import ScriptedService
-from server_run import STORY, open_service, serving, stories
+from server_run import STORY, get, open_service, post, serving, stories
 
 MODEL = "stories"
 WEATHER = {
@@ -41,9 +40,12 @@ class Server:
 @pytest.fixture(scope="module")
 def server(shared_data: Path) -> Iterator[Server]:
     kv = stories(shared_data)
-    with open_service(kv) as service, serving(make_app(service, kv, ServerOptions(MODEL))) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield Server(url, kv, service, client)
+    with (
+        open_service(kv) as service,
+        serving(make_app(service, kv, ServerOptions(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield Server(url, kv, service, client)
 
 
 @pytest.fixture
@@ -51,9 +53,11 @@ def scripted(shared_data: Path) -> Iterator[Server]:
     """A server whose model says what the test tells it."""
     kv = stories(shared_data)
     service = ScriptedService()
-    with serving(make_app(service, kv, ServerOptions(MODEL))) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield Server(url, kv, service, client)
+    with (
+        serving(make_app(service, kv, ServerOptions(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield Server(url, kv, service, client)
 
 
 def user(text: str = STORY) -> list[Any]:
@@ -69,7 +73,7 @@ def reused(answer: Any) -> int:
     return int(answer.usage.prompt_tokens_details.cached_tokens)
 
 
-# --- chat ---------------------------------------------------------------------------------------------------------------
+# --- chat -------------------------------------------------------------------------------------------------------------
 
 
 def test_greedy_answer_is_that_of_the_library(server: Server) -> None:
@@ -105,7 +109,7 @@ def test_stream_says_the_same_and_ends_with_usage(server: Server) -> None:
 
 def test_stream_ends_with_done_and_has_no_usage_unless_asked(server: Server) -> None:
     body = {"model": MODEL, "messages": user(), "max_tokens": 3, "stream": True}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = post(f"{server.url}/v1/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
@@ -186,7 +190,7 @@ def test_moved_text_is_reported_and_header_fidelity_wins(server: Server) -> None
     assert exact.usage.kvboost["moved"] == 0
 
 
-# --- tools --------------------------------------------------------------------------------------------------------------
+# --- tools ------------------------------------------------------------------------------------------------------------
 
 
 def test_tools_reach_the_prompt_through_the_template(server: Server) -> None:
@@ -259,7 +263,7 @@ def test_what_is_read_as_a_call(said: str, text: str, names: list[str]) -> None:
         assert (shown + rest, [c["function"]["name"] for c in calls]) == (text, names)
 
 
-# --- completions and models ---------------------------------------------------------------------------------------------
+# --- completions and models -------------------------------------------------------------------------------------------
 
 
 def complete(server: Server, **more: Any) -> Any:
@@ -304,7 +308,7 @@ def test_langchain_answers_and_streams(server: Server) -> None:
     assert model.invoke(STORY).usage_metadata["input_token_details"]["cache_read"] > 0
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,7 +408,7 @@ def test_request_id_is_echoed(server: Server) -> None:
         model=MODEL, messages=user(), max_tokens=1, extra_headers={"x-request-id": "my-id.7"}
     )
     assert answer.headers["x-request-id"] == "my-id.7"
-    refused = httpx.post(f"{server.url}/v1/completions", json={}, headers={"x-request-id": "bad id"})
+    refused = post(f"{server.url}/v1/completions", json={}, headers={"x-request-id": "bad id"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "x-request-id"
-    assert httpx.get(f"{server.url}/health").headers["x-request-id"]
+    assert get(f"{server.url}/health").headers["x-request-id"]

@@ -1,4 +1,4 @@
-"""Run by `test_server_tgi.py` in the environment of the `text-generation` client: asks a server, prints what it heard."""
+"""Run by `test_server_tgi.py` where the `text-generation` client lives: asks a server, writes what it heard as JSON."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ try:
     refused = ""
 except ValidationError as error:
     refused = str(error)
-print(
+sys.stdout.write(
     json.dumps(
         {
             "text": whole.generated_text,

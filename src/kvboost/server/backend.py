@@ -51,6 +51,7 @@ class Backend:
         self.max_positions = max_positions(kv.model.config.get_text_config())
         self.vocabulary = int(kv.model.get_input_embeddings().weight.shape[0])
         self.special_ids = frozenset(getattr(kv.tokenizer, "all_special_ids", ()))
+        self._longest_token = max(map(len, kv.tokenizer.get_vocab()), default=1)  # characters
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # long prompts must not stop the loop
 
     def close(self) -> None:
@@ -63,9 +64,10 @@ class Backend:
         """Token ids of a text or of ids. Raises a 400 that names `param` for what the model cannot take."""
         return await self._in_thread(param, functools.partial(self._checked, prompt))
 
-    async def encode_unchecked(self, text: str) -> Ids:
-        """Token ids of a text of any length."""
-        return await self._in_thread("inputs", lambda: tuple(self.kv.tokenizer(text).input_ids))
+    async def encode_end(self, text: str, most: int) -> Ids:
+        """The last `most` token ids of a text of any length."""
+        end = text[-(most + 1) * self._longest_token :]  # no more can be needed
+        return await self._in_thread("inputs", lambda: tuple(self.kv.tokenizer(end).input_ids[-most:]))
 
     async def encode_chat(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """Token ids of a chat, rendered by the model's template. Raises a 400 if it takes no such messages or tools."""
@@ -82,6 +84,8 @@ class Backend:
             raise bad(str(error), param) from None
 
     def _checked(self, prompt: str | Sequence[int]) -> Ids:
+        if isinstance(prompt, str):
+            self._check_length(prompt)
         ids: list[int] = prompts.encode(prompt, self.kv.tokenizer, self.kv.model)[0].tolist()
         return tuple(ids)
 
@@ -94,7 +98,16 @@ class Backend:
             if with_tools == text:
                 raise bad("the model's chat template does not present tools to the model", "tools")
             text = with_tools
+        self._check_length(text)
         return self._checked(self.kv.tokenizer(_utf8(text), add_special_tokens=False).input_ids)
+
+    def _check_length(self, text: str) -> None:
+        """Raises `InputError` for a text that cannot fit, however its tokens are cut: cutting it would take long."""
+        if self.max_positions is not None and len(text) > self.max_positions * self._longest_token:
+            raise InputError(
+                f"the prompt has {len(text)} characters, more than {self.max_positions} tokens can hold, and the model "
+                "takes no more than that; shorten it"
+            )
 
     # --- limits -----------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class RequestBody(Body):
     @classmethod
     def _is_text(cls, given: Any) -> Any:
         try:
-            json.dumps(given, ensure_ascii=False).encode()
+            json.dumps(given if isinstance(given, dict) else None, ensure_ascii=False).encode()
         except (UnicodeEncodeError, RecursionError):
             raise PydanticCustomError(
                 "not_text", "the body holds half of a surrogate pair, which is no text, or is nested too deeply"

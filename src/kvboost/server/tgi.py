@@ -119,7 +119,7 @@ async def _prompt(backend: Backend, body: GenerateRequest) -> Ids:
     most = body.parameters.truncate
     if most is None:
         return await backend.encode(body.inputs, "inputs")
-    return (await backend.encode_unchecked(body.inputs))[-most:]
+    return await backend.encode_end(body.inputs, most)
 
 
 def _sampling(asked: Parameters, max_new_tokens: int) -> Sampling:
