@@ -19,7 +19,19 @@ from kvboost.hf.compat import Cache
 from kvboost.hf.correction import Correction
 from kvboost.hf.layout import KVLayout
 from kvboost.planning import MAX_CONTEXT, Find, Prompt, known_until
-from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, Kind, LayerKV, Lineage, Link, ReusePlan, Segment, Span
+from kvboost.types import (
+    DECLARED,
+    ChunkHeader,
+    ChunkKey,
+    ChunkKV,
+    Kind,
+    LayerKV,
+    Lineage,
+    Link,
+    ReusePlan,
+    Segment,
+    Span,
+)
 
 
 def make_records(
@@ -42,9 +54,11 @@ def make_records(
     records: list[ChunkKV] = []
     lineage = Lineage.BIT_EXACT
     for segment in _through(plan, num_rows):
-        if segment.kind is Kind.FRESH:
+        if segment.kind is Kind.FRESH or _is_declared_now(segment, sequence, sources):
             start = segment.span.start
-            if segment.span.stop == num_rows:  # the tail: an earlier request may have generated the same
+            if (
+                segment.span.stop == num_rows and sequence.session != DECLARED
+            ):  # the tail: an earlier request may have generated the same
                 start = max(start, known_until(sequence, find, start, num_rows, lineage))
             pieces = cut(sequence.chunks, start, segment.span.stop)
             headers = [own_header(sequence, piece, lineage, row_s * len(piece)) for piece in pieces]
@@ -56,6 +70,12 @@ def make_records(
         elif segment.kind is Kind.CONTINUED:
             lineage = min(lineage, sources[segment.record_id or b""].lineage)
     return records
+
+
+def _is_declared_now(segment: Segment, sequence: Prompt, sources: Mapping[bytes, ChunkHeader]) -> bool:
+    """Text that is declared, and was known as somebody's own: it is stored once more, as nobody's."""
+    known = segment.kind is Kind.EXACT and sequence.session == DECLARED
+    return known and sources[segment.record_id or b""].session != DECLARED
 
 
 def _through(plan: ReusePlan, num_rows: int) -> Iterator[Segment]:
@@ -86,6 +106,7 @@ def own_header(sequence: Prompt, span: Span, lineage: Lineage, cost_s: float = 0
         anchors={name: at - span.start for at, name in sequence.anchors if at in span},
         cost_s=cost_s,
         namespace=sequence.owner,
+        session=sequence.session,
     )
 
 
@@ -110,6 +131,7 @@ def _link(
         rows=(inside - span.start).astype(np.int32),
         corrected=correction is not None,
         namespace=sequence.owner,
+        session=sequence.session,
     )
     own = _gather_rows(inside, cache, layout)
     return ChunkKV(header, own if correction is None else _with_correction(own, correction, span))

@@ -141,6 +141,13 @@ class Settings(BaseModel):
         512, ge=1, description="Rows behind a reused prefix are prefilled in blocks of this size."
     )
     cache_salt: str = Field("", description="Namespace: requests with different salts never share anything.")
+    share_moved: Literal["namespace", "session"] = Field(
+        "namespace",
+        description="session: text captured behind one session's own text is not moved into another's; warmed text is.",
+    )
+    session: str = Field(
+        "", description="Whose request it is, for share_moved; unset: a session of its own, over with the request."
+    )
     hash_secret: SecretStr = Field(SecretStr(""), description="Keys the hashes; equal secrets can share a remote tier.")
 
     @model_validator(mode="after")

@@ -195,8 +195,9 @@ class KVBoost:
     def warm(self, text: str, context: str | None = None, *, pin: bool = False, **request: Any) -> ReuseReport:
         """Computes `text` behind `context`, or behind the chat template's default system prompt, and keeps its chunks.
 
-        With `pin` they are never evicted from memory, where they count. Raises `InputError` if the text is empty or
-        does not fit the model.
+        Such text is declared: it may be moved into anybody's prompt, also with `share_moved` session. With `pin` its
+        chunks are never evicted from memory, where they count. Raises `InputError` if the text is empty or does not fit
+        the model.
         """
         started = time.perf_counter()
         settings = self.settings(**request)
@@ -206,6 +207,7 @@ class KVBoost:
             self.stats.count_fallback(reason)
             return ReuseReport(input_ids.shape[1], fresh_tokens=input_ids.shape[1], fallback=reason)
         prefilled = self._prefill(input_ids, settings.model_copy(update={"fidelity": "exact"}))
+        prefilled = replace(prefilled, keys=prefilled.keys.declared())
         size = input_ids.shape[1]
         stock_prefill(
             self.model, input_ids, prefilled.filled.cache, size, block_tokens=self.support.block_tokens(size, settings)
@@ -568,6 +570,7 @@ class KVBoost:
 
     def _limits(self, settings: Settings, num_tokens: int, *, trying_moved: bool = True) -> Limits:
         return Limits(
+            by_session=settings.share_moved == "session",
             exact_only=settings.exact_only or self.shadow.suspended is not None,
             allow_moved=self.support.allows_moved(num_tokens) and trying_moved,
             min_run_tokens=settings.min_run_tokens,

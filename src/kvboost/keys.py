@@ -6,13 +6,14 @@ however the tokens are cut. Every name is keyed by a *root* = H(secret, format, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvboost.types import Int32Array
+from kvboost.types import DECLARED, NO_SESSION, Int32Array
 
 FORMAT_VERSION = 1
 HASH_BYTES = 32
@@ -32,7 +33,7 @@ def token_bytes(tokens: Int32Array) -> bytes:
 class KeySpace:
     """All names under one root. Two key spaces with different roots share no name."""
 
-    def __init__(self, *, secret: str, fingerprint: bytes, namespace: str, regime: str = "") -> None:
+    def __init__(self, *, secret: str, fingerprint: bytes, namespace: str, regime: str = "", session: str = "") -> None:
         key = blake3(secret.encode()).digest()
         hasher = blake3(key=key)
         for part in (FORMAT_VERSION.to_bytes(4, "little"), fingerprint, namespace.encode(), regime.encode()):
@@ -40,6 +41,16 @@ class KeySpace:
             hasher.update(part)
         self.root: bytes = hasher.digest()
         self.owner = blake3(b"owner" + namespace.encode(), key=key).digest(OWNER_BYTES) if namespace else b""
+        self.session = NO_SESSION
+        """Whose text records are captured behind: no part of a name, since equal histories are shared."""
+        if session:
+            self.session = blake3(b"session" + session.encode(), key=self.root).digest(len(NO_SESSION))
+
+    def declared(self) -> KeySpace:
+        """The same names, for text that is nobody's own."""
+        shared = copy.copy(self)
+        shared.session = DECLARED
+        return shared
 
     def content_hash(self, tokens: Int32Array) -> bytes:
         """Name of a text, wherever it stands."""

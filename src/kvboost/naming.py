@@ -32,6 +32,7 @@ class Naming:
             fingerprint=self._fingerprint(),
             namespace=settings.cache_salt,
             regime=str(self._regime(num_tokens)),
+            session=settings.session,
         )
 
     def prompt(self, tokens: Int32Array, settings: Settings, keys: KeySpace) -> Prompt:

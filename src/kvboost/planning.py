@@ -18,7 +18,7 @@ import numpy as np
 
 from kvboost.config import SINK_TOKENS
 from kvboost.keys import History, KeySpace
-from kvboost.types import ChunkHeader, Int32Array, Kind, Lineage, ReusePlan, Segment, Span
+from kvboost.types import DECLARED, NO_SESSION, ChunkHeader, Int32Array, Kind, Lineage, ReusePlan, Segment, Span
 
 SHORT_PROMPT_TOKENS = 512
 """Up to here every exact prefix is used. Behind a cache, fused attention cannot skip the upper triangle, so in a long
@@ -37,6 +37,7 @@ class Prompt:
         self.chunks = list(chunks)
         self.history: History = keys.history(tokens)
         self.owner = keys.owner
+        self.session = keys.session
         self._keys = keys
         self.content_hashes = [self.content_hash(c) for c in chunks]
         self.anchors = keys.anchors(tokens) if anchors else []
@@ -63,6 +64,7 @@ class Limits:
     """What a plan may use."""
 
     exact_only: bool = False
+    by_session: bool = False  # what was computed behind another session's own text is not moved, nor what came of it
     allow_moved: bool = True
     min_run_tokens: int = 16  # shorter moved runs are computed: loading costs more
     min_moved_share: float = 0.05  # a smaller share of the prompt is not worth making what follows approximate
@@ -103,10 +105,11 @@ class _Part:
 
 
 class _Index:
-    """A store's `find`, remembered for the time of one plan."""
+    """A store's `find`, remembered for the time of one plan. With a `session`, what that may be served."""
 
-    def __init__(self, find: Find) -> None:
+    def __init__(self, find: Find, session: bytes | None = None) -> None:
         self._find = find
+        self._session = session
         self._known: dict[bytes, Sequence[ChunkHeader]] = {}
 
     def fetch(self, names: Iterable[bytes]) -> None:
@@ -125,8 +128,22 @@ class _Index:
     def ending_at(self, prefix_hash: bytes) -> Sequence[ChunkHeader]:
         return self.get(prefix_hash + b"end")
 
+    def is_open(self, header: ChunkHeader) -> bool:
+        """True if the session knows what stood before the record: its own text, or declared. All are, where sessions
+        share.
+        """
+        if self._session is None or header.session == DECLARED:
+            return True
+        return header.session == self._session != NO_SESSION
+
+    def begins_open(self, header: ChunkHeader) -> bool:
+        """True if the session knows what stood before the record, whoever computed it."""
+        return header.position == 0 or any(self.is_open(h) for h in self.ending_at(header.parent))
+
     def servable(self, header: ChunkHeader) -> bool:
-        """False for a linked record whose source is gone."""
+        """False for a linked record whose source is gone, and for rows that came of another session's moved rows."""
+        if header.lineage is Lineage.APPROXIMATE and not self.is_open(header):
+            return False
         if header.source is None:
             return True
         source_id = header.source.record_id
@@ -138,7 +155,7 @@ def make_plan(prompt: Prompt, find: Find, limits: Limits) -> ReusePlan:
     """Plan `prompt` over what `find` offers. Pure but for the calls of `find`; MOVED rows are not yet repaired."""
     num_tokens = len(prompt.tokens)
     last = num_tokens - limits.fresh_tokens
-    index = _Index(find)
+    index = _Index(find, prompt.session if limits.by_session else None)
     parts, kinds = _walk_histories(prompt, index, last, exact_only=limits.exact_only)
     segments = [part.segment(kind) for part, kind in zip(parts, kinds, strict=True)]
     covered = parts[-1].span.stop if parts else 0
@@ -239,15 +256,14 @@ def _find_runs(prompt: Prompt, index: _Index, within: Span, limits: Limits) -> l
     runs: list[Run] = []
     diagonals: set[tuple[bytes, int]] = set()
     for at, name in names:
-        for header in list(index.get(name))[: limits.max_variants]:
+        for header in sorted(index.get(name), key=lambda h: not index.is_open(h))[: limits.max_variants]:
             offset = header.anchors.get(name, 0)
             if (header.record_id, at - offset) in diagonals:
                 continue
-            run = _extend(prompt.tokens, index, within, at, header, offset)
-            diagonals.update((p.header.record_id, p.span.start - p.offset) for p in run)
+            found = _extend(prompt.tokens, index, within, at, header, offset)
+            diagonals.update((p.header.record_id, p.span.start - p.offset) for run in found for p in run)
             diagonals.add((header.record_id, at - offset))
-            if run:
-                runs.append(run)
+            runs += found
     return sorted(runs, key=lambda run: _score(run, prompt), reverse=True)
 
 
@@ -259,13 +275,29 @@ def _score(run: Run, prompt: Prompt) -> tuple[float, Lineage, int]:
     return length * (1 + present), header.lineage, -start
 
 
-def _extend(tokens: Int32Array, index: _Index, within: Span, at: int, header: ChunkHeader, offset: int) -> Run:
-    """The maximal run around one seed, across stored neighbours. Rows captured inside the sink are left out."""
+def _extend(tokens: Int32Array, index: _Index, within: Span, at: int, header: ChunkHeader, offset: int) -> list[Run]:
+    """The maximal run around one seed, across stored neighbours. Rows captured inside the sink are left out, and those
+    computed behind text that is not the session's to see: the run may fall into several.
+    """
     run = _extend_right(tokens, index, within.stop, at, header, offset)
     if not run:
         return []
-    run = _extend_left(tokens, index, within.start, run)
-    return [p for p in map(_without_sink, run) if len(p.span) > 0]
+    runs = _open_runs(index, _extend_left(tokens, index, within.start, run))
+    return [clipped for run in runs if (clipped := [p for p in map(_without_sink, run) if len(p.span) > 0])]
+
+
+def _open_runs(index: _Index, run: Run) -> list[Run]:
+    """The stretches of a run whose rows saw nothing but what is open to the session, and the run itself."""
+    runs: list[Run] = [[]]
+    for part in run:
+        opened = index.is_open(part.header)
+        if not opened and part.offset == 0 and part.header.lineage is not Lineage.APPROXIMATE:
+            opened = bool(runs[-1]) or index.begins_open(part.header)
+        if opened:
+            runs[-1].append(part)
+        elif runs[-1]:
+            runs.append([])
+    return [r for r in runs if r]
 
 
 def _extend_right(tokens: Int32Array, index: _Index, stop: int, at: int, header: ChunkHeader, offset: int) -> Run:
@@ -273,10 +305,11 @@ def _extend_right(tokens: Int32Array, index: _Index, stop: int, at: int, header:
     candidates: Sequence[tuple[ChunkHeader, int]] = [(header, offset)]
     while at < stop:
         rest = tokens[at:stop]
-        matches = [(common_prefix(h.tokens[o:], rest), h.lineage, h, o) for h, o in candidates if h.source is None]
+        own = [(h, o) for h, o in candidates if h.source is None]
+        matches = [(index.is_open(h), common_prefix(h.tokens[o:], rest), h.lineage, h, o) for h, o in own]
         if not matches:
             break
-        length, _, best, start = max(matches, key=lambda m: m[:2])
+        _, length, _, best, start = max(matches, key=lambda m: m[:3])
         if not length:
             break
         run.append(_Part(Span(at, at + length), best, start))
@@ -294,11 +327,11 @@ def _extend_left(tokens: Int32Array, index: _Index, start: int, run: Run) -> Run
     while run[0].offset == 0 and run[0].span.start > start:
         at = run[0].span.start
         matches = [
-            (common_suffix(h.tokens, tokens[start:at]), h.lineage, h)
+            (index.is_open(h), common_suffix(h.tokens, tokens[start:at]), h.lineage, h)
             for h in index.ending_at(run[0].header.parent)
             if h.source is None
         ]
-        length, _, best = max(matches, key=lambda m: m[:2], default=(0, Lineage.APPROXIMATE, run[0].header))
+        _, length, _, best = max(matches, key=lambda m: m[:3], default=(False, 0, Lineage.APPROXIMATE, run[0].header))
         if not length:
             break
         run.insert(0, _Part(Span(at - length, at), best, len(best.tokens) - length))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Int32Array = npt.NDArray[np.int32]
+DECLARED = b""  # `ChunkHeader.session` of text that was warmed: it may be served moved to anybody of the namespace
+NO_SESSION = bytes(8)  # of a request that named none: a session of its own, which ended with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class ChunkHeader:
     codec: str = "none"  # how the payload is kept: none, int8, k8v4
     cost_s: float = 0.0  # what computing the rows took
     namespace: bytes = b""  # whose it is, for quotas: a keyed hash, see `KeySpace.owner`; empty: nobody's in particular
+    session: bytes = b""  # behind whose text it was computed, see `KeySpace.session`; empty: declared, anybody's
 
     @property
     def record_id(self) -> bytes:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.store.disk_files import FILE_MODE, occupied_bytes
-from kvboost.types import ChunkHeader
+from kvboost.types import DECLARED, ChunkHeader
 
 INDEX_VERSION = 1
 BUSY_S = 5.0  # how long a writer waits for writers of other processes
@@ -106,8 +106,8 @@ def row_of(header: ChunkHeader, file: str, file_bytes: int, now_ns: int, hits: i
 
 
 def truth_of(header: ChunkHeader) -> int:
-    """Of two records of one identity the one with more of it stays: lineage first, then own rows over a link."""
-    return 2 * int(header.lineage) + (header.source is None)
+    """Of two records of one identity the one with more of it stays, as `is_truer` says."""
+    return 4 * int(header.lineage) + 2 * (header.source is None) + (header.session == DECLARED)
 
 
 class DiskIndex:

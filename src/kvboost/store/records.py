@@ -25,7 +25,7 @@ import torch
 from blake3 import blake3
 
 from kvboost.errors import DamagedRecord, InputError, SettingsError
-from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, Int32Array, LayerKV, Lineage, Link, PackedKV
+from kvboost.types import NO_SESSION, ChunkHeader, ChunkKey, ChunkKV, Int32Array, LayerKV, Lineage, Link, PackedKV
 
 FORMAT_VERSION = 1
 MAGIC = b"KVB1"
@@ -242,6 +242,7 @@ def _header_json(h: ChunkHeader) -> dict[str, Any]:
         "codec": h.codec,
         "cost_s": h.cost_s,
         "namespace": h.namespace.hex(),
+        "session": h.session.hex(),
     }
 
 
@@ -267,6 +268,7 @@ def _header_of(d: Mapping[str, Any]) -> ChunkHeader:
         d["codec"],
         float(d["cost_s"]),
         bytes.fromhex(d["namespace"]),
+        bytes.fromhex(d.get("session", NO_SESSION.hex())),  # older records are nobody's
     )
 
 

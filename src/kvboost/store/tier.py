@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from kvboost.types import ChunkHeader, ChunkKV
+from kvboost.types import DECLARED, ChunkHeader, ChunkKV
 
 MAX_LISTED = 64  # headers returned per name, the most recently used first
 
@@ -108,5 +108,9 @@ class LastingTier(Tier, Protocol):
 
 
 def is_truer(new: ChunkHeader, old: ChunkHeader) -> bool:
-    """A better lineage wins; between equals, own rows win over a link to another record's."""
-    return (new.lineage, new.source is None) > (old.lineage, old.source is None)
+    """A better lineage wins; between equals, own rows over a link to another record's, then declared text."""
+
+    def rank(header: ChunkHeader) -> tuple[int, bool, bool]:
+        return header.lineage, header.source is None, header.session == DECLARED
+
+    return rank(new) > rank(old)
