@@ -329,7 +329,7 @@ def test_no_request_that_the_schema_allows_or_forbids_is_a_5xx(shared_data: Path
 
 
 def probe(operation: Any, url: str) -> None:
-    """Requests that fit the schema, and such that do not. They get the right model's name, so that they come further."""
+    """Requests that fit the schema, and such that do not. They get the model's name, to come further."""
     modes = schemathesis.GenerationMode
     for mode in (modes.POSITIVE, modes.NEGATIVE):
         strategy = operation.as_strategy(generation_mode=mode)
