@@ -233,7 +233,27 @@ def test_namespaces_cannot_be_made_to_meet() -> None:
     one = [names.session(Caller("a", "k"), s, u) for s, u in ((None, None), ("x", None), (None, "x"), ("k", None))]
     assert len(set(one)) == 4
     assert names.session(Caller("b", "k"), "x", None) != names.session(Caller("a", "k"), "x", None)
-    assert names.session(Caller(), None, None) == ""
+    assert names.session(Caller(), None, None)  # nobody in particular is one session too, not a new one each time
+
+
+def test_text_behind_one_users_text_is_not_moved_to_another(shared_data: Path) -> None:
+    """One namespace, two users: what stood behind the first one's own words does not reach the second."""
+    document = STORY + "After that they all went home and had some soup. Then Lily went to bed. "
+    heads = [
+        f"{name} was a big boy who had a red car. He did not like to share. " * 2 for name in ("Tom", "Ben", "Sam")
+    ]
+    kv = stories(shared_data, share_moved="session", gate=False)
+    with open_service(kv) as service, serving(make_app(service, kv, ServerOptions("stories"))) as url:
+
+        def moved(text: str, **more: Any) -> int:
+            return int(ask(url, text, **more).json()["usage"]["kvboost"]["moved"])
+
+        for told in ({"user": "{}"}, {"headers": {"x-kvboost-session": "{}"}}):
+            kv.invalidate()
+            one, two = (json.loads(json.dumps(told).replace("{}", name)) for name in ("ann", "bob"))
+            assert moved(heads[0] + document, **one) == 0
+            assert moved(heads[1] + document, **two) == 0
+            assert moved(heads[2] + document, **one) > 0
 
 
 # --- crowds -----------------------------------------------------------------------------------------------------------

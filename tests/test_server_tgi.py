@@ -21,7 +21,7 @@ from kvboost.serving import JobFailed
 from server_fake import ScriptedService
 from server_run import STORY, get, open_service, post, serving, stories
 
-TGI_PYTHON = Path(__file__).resolve().parents[1] / ".venv-tgi" / "bin" / "python"
+TGI = Path(__file__).resolve().parents[1] / ".venv-tgi"
 
 
 @dataclass
@@ -165,10 +165,10 @@ def test_busy_and_failing_service(shared_data: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_text_generation_client(server: Server) -> None:
-    if not TGI_PYTHON.exists():
+    if not (TGI / "ready").exists():
         pytest.skip("the environment of the text-generation client is absent: make .venv-tgi/ready")
     script = Path(__file__).with_name("tgi_client.py")
-    asking = [TGI_PYTHON, script, server.url, STORY]
+    asking = [TGI / "bin" / "python", script, server.url, STORY]
     done = subprocess.run(asking, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     heard = json.loads(done.stdout)

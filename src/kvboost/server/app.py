@@ -15,9 +15,9 @@ from kvboost.server import errors, health, models, openai_chat, openai_completio
 from kvboost.server.backend import Backend
 from kvboost.server.edge import Edge
 from kvboost.server.options import ServerOptions
+from kvboost.server.running import Observer
 from kvboost.server.tenants import Tenants
 from kvboost.serving import Service
-from kvboost.types import ReuseReport
 
 
 def make_app(
@@ -25,11 +25,13 @@ def make_app(
     kv: KVBoost,
     options: ServerOptions,
     *,
-    observe: Callable[[ReuseReport], None] | None = None,
+    observe: Observer | None = None,
+    expose: Callable[[str], tuple[bytes, str]] | None = None,
 ) -> FastAPI:
-    """An ASGI application that answers for `kv` through `service`; `observe` is told the report of every answer.
+    """An ASGI application that answers for `kv` through `service`. It closes neither.
 
-    It closes neither. Raises `SettingsError` if the file of API keys cannot be read.
+    `observe` hears of every job that has ended. `expose` gives the metrics and their content type for a scraper's
+    `accept` header; with it there is a GET /metrics. Raises `SettingsError` if the file of API keys cannot be read.
     """
     backend = Backend(service, kv, options, observe)
 
@@ -44,6 +46,8 @@ def make_app(
     app.state.fingerprint = _fingerprint(kv, options)
     for module in (openai_chat, openai_completions, models, tgi, health):
         app.include_router(module.router)
+    if expose is not None:
+        app.include_router(health.metrics_router(expose))
     errors.install(app)
     app.add_middleware(Edge, options=options, tenants=Tenants(options.api_keys))
     return app

@@ -20,11 +20,10 @@ from kvboost.hf.declared import max_positions
 from kvboost.server import headers
 from kvboost.server.errors import ApiError, bad
 from kvboost.server.options import ServerOptions
-from kvboost.server.running import Run
+from kvboost.server.running import Observer, Run
 from kvboost.server.schemas import Message, Tool
 from kvboost.server.tenants import Caller, Namespaces
 from kvboost.serving import Busy, Job, Sampling, Service
-from kvboost.types import ReuseReport
 
 T = TypeVar("T")
 Ids = tuple[int, ...]
@@ -40,11 +39,9 @@ class Steering:
 
 
 class Backend:
-    """One model behind a service. `observe` is told the report of every answer."""
+    """One model behind a service. `observe` hears of every job that has ended."""
 
-    def __init__(
-        self, service: Service, kv: KVBoost, options: ServerOptions, observe: Callable[[ReuseReport], None] | None
-    ) -> None:
+    def __init__(self, service: Service, kv: KVBoost, options: ServerOptions, observe: Observer | None) -> None:
         settings = kv.settings()
         self.service, self.kv, self.options, self.observe = service, kv, options, observe
         self.namespaces = Namespaces(settings.hash_secret.get_secret_value(), settings.cache_salt)
@@ -151,7 +148,7 @@ class Backend:
         run = Run(len(ids), effective, self.observe)
         try:
             for job in jobs:
-                run.add(self.service.submit(job))
+                run.add(job, self.service.submit(job))
         except Exception as error:
             await run.aclose()
             if isinstance(error, Busy) and self.service.stats().draining:
@@ -161,15 +158,15 @@ class Backend:
 
     def _settings(self, request: Request, steering: Steering) -> tuple[dict[str, Any], Settings]:
         """What goes with the job, and the settings that will hold for it. Raises a 400 that names a bad one."""
-        chosen = {**steering.settings, **headers.settings(request.headers)}
-        if steering.settings.get("disable"):
-            chosen["disable"] = True
         caller: Caller = request.state.caller
+        given = request.headers
+        chosen: dict[str, Any] = {**steering.settings, **headers.settings(given)}
         chosen["cache_salt"] = self.namespaces.salt(caller, steering.cache_salt)
-        if "session" in Settings.model_fields:
-            session = headers.session(request.headers)
-            chosen["session"] = self.namespaces.session(caller, session, steering.user)
+        chosen["session"] = self.namespaces.session(caller, headers.session(given), steering.user)
+        wanted = headers.enabled(given)
         try:
+            if not headers.uses_cache(self.kv.settings(), request.state.request_id, wanted):
+                chosen["disable"] = True
             return chosen, self.kv.settings(**chosen)
         except SettingsError as error:
             raise bad(str(error), "kvboost") from None

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from kvboost.config import Settings
 from kvboost.server.errors import bad
 
 REQUEST_ID = "x-request-id"
@@ -40,11 +41,14 @@ def enabled(headers: Mapping[str, str]) -> bool | None:
     return None if given is None else _TRUTH[given.strip().lower()]
 
 
+def uses_cache(settings: Settings, request_id: str, wanted: bool | None) -> bool:
+    """Whether the cache is used: as the header says, else always. A share of the requests can be drawn here."""
+    return settings.enabled and wanted is not False
+
+
 def settings(headers: Mapping[str, str]) -> dict[str, Any]:
     """Settings of KVBoost that the headers choose. They win over the body: a gateway sets them."""
     chosen: dict[str, Any] = {}
-    if enabled(headers) is False:
-        chosen["disable"] = True
     fidelity = headers.get(FIDELITY)
     if fidelity is not None:
         if fidelity.strip().lower() not in _FIDELITIES:

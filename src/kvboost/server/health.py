@@ -1,6 +1,8 @@
-"""GET /health: the process answers. GET /ready: it takes requests. Both without a key."""
+"""GET /health: the process answers. GET /ready: it takes requests. GET /metrics. All without a key."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -23,3 +25,16 @@ async def ready(request: Request) -> Response:
     if stats.draining:
         return JSONResponse({"status": "draining"}, 503)
     return JSONResponse({"status": "ready"})
+
+
+def metrics_router(expose: Callable[[str], tuple[bytes, str]]) -> APIRouter:
+    """GET /metrics of whatever `expose` gives for a scraper's `accept` header."""
+    own = APIRouter(tags=["health"])
+
+    @own.get("/metrics")
+    def metrics(request: Request) -> Response:
+        """The metrics, read in a thread: some wait for locks."""
+        data, content_type = expose(request.headers.get("accept", ""))
+        return Response(data, headers={"content-type": content_type})
+
+    return own

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvboost.config import Settings
 from kvboost.server.errors import DO_NOT_RETRY, ApiError
-from kvboost.serving import Piece, Token
+from kvboost.serving import Job, Piece, Token
 from kvboost.types import ReuseReport
+
+logger = logging.getLogger("kvboost.server")
+
+Observer = Callable[[Job, Piece], None]  # hears of every job that has ended, with its last piece
 
 
 @dataclass(slots=True)
@@ -40,16 +45,16 @@ class Run:
     Closing the iterator, or `aclose` before it was begun, cancels every job.
     """
 
-    def __init__(
-        self, prompt_tokens: int, settings: Settings, observe: Callable[[ReuseReport], None] | None = None
-    ) -> None:
+    def __init__(self, prompt_tokens: int, settings: Settings, observe: Observer | None = None) -> None:
         self.prompt_tokens, self.settings = prompt_tokens, settings
         self.answers: list[Answer] = []
         self._observe = observe
+        self._jobs: list[Job] = []
         self._iterators: list[AsyncIterator[Piece]] = []
 
-    def add(self, pieces: AsyncIterator[Piece]) -> None:
-        """One more job."""
+    def add(self, job: Job, pieces: AsyncIterator[Piece]) -> None:
+        """One more job, and what it says."""
+        self._jobs.append(job)
         self._iterators.append(pieces)
         self.answers.append(Answer())
 
@@ -101,8 +106,10 @@ class Run:
             await self.aclose()
 
     def _note(self, index: int, piece: Piece) -> None:
-        if piece.report is not None and self._observe is not None:
-            self._observe(piece.report)
+        if piece.finish_reason is not None:
+            _log(self._jobs[index], piece)
+            if self._observe is not None:
+                self._observe(self._jobs[index], piece)
         self.answers[index].add(piece)
 
     def usage(self) -> dict[str, Any]:
@@ -126,3 +133,10 @@ class Run:
                 "fallback": report.fallback,
             },
         }
+
+
+def _log(job: Job, piece: Piece) -> None:
+    """One line per job, without a word of what was said."""
+    report = piece.report or ReuseReport(len(job.input_ids))
+    told = (job.request_id, piece.finish_reason, report.prompt_tokens, report.reused_tokens, report.ttft_s)
+    logger.info("request %s: %s, %d prompt tokens, %d reused, first token after %.3f s", *told)

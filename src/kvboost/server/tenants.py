@@ -96,9 +96,9 @@ class Namespaces:
         return self._name("salt", self._base, caller.tenant, cache_salt or "")
 
     def session(self, caller: Caller, session: str | None, user: str | None) -> str:
-        """The session: what the header says, else the body's `user`, else the API key; empty for nobody."""
+        """The session: what the header says, else the body's `user`, else the API key; without keys, everybody."""
         kind, name = ("session", session) if session else ("user", user) if user else ("key", caller.key_digest)
-        return self._name(kind, caller.tenant, name) if name else ""
+        return self._name(kind, caller.tenant, name)
 
     def _name(self, *parts: str) -> str:
         hasher = blake3(key=self._key)
