@@ -108,8 +108,11 @@ class Backend:
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
-    def room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
-        """Tokens that the answer may have: what was asked for, else what fits. Raises a 400 with the numbers."""
+    def room(self, prompt_tokens: int, asked: int | None, param: str, usual: int | None = None) -> int:
+        """Tokens that the answer may have: what was asked for, else `usual` or all, as far as they fit.
+
+        Raises a 400 with the numbers if what was asked for does not fit.
+        """
         cap = self.options.max_new_tokens
         if asked is not None and asked > cap:
             raise bad(f"{param} is {asked}, but this server generates at most {cap} tokens", param)
@@ -121,7 +124,7 @@ class Backend:
                 param,
                 "context_length_exceeded",
             )
-        return asked if asked is not None else min(cap, left)
+        return asked if asked is not None else min(cap, left, usual or cap)
 
     def logit_bias(self, given: Mapping[str, float] | None) -> dict[int, float]:
         """Bias by token id. Raises a 400 for what is no token of the model."""

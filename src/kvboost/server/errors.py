@@ -149,8 +149,11 @@ def install(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> Response:
         told = translate(error)
         if told is None:
-            logger.error("request %s failed: %s", getattr(request.state, "request_id", "?"), type(error).__name__)
-            told = ApiError(500, "the server failed; its log knows why", code="internal_error")
+            name = getattr(request.state, "request_id", "")
+            logger.error("request %s failed: %s", name, type(error).__name__)  # its traceback comes from the server
+            told = ApiError(
+                500, "the server failed; its log knows why", code="internal_error", headers={"x-request-id": name}
+            )
         return response(request.url.path, told)
 
     async def invalid(request: Request, error: Exception) -> Response:

@@ -20,6 +20,8 @@ from kvboost.serving import Token
 
 router = APIRouter()
 
+USUAL_TOKENS = 16  # where a request does not say, as at OpenAI
+
 
 @router.post("/v1/completions", tags=["openai"])
 async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -29,7 +31,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     _refuse(body)
     prompt = _only(body.prompt)
     ids = await backend.encode(prompt, "prompt")
-    drawn = samplings(backend, body, backend.room(len(ids), body.max_tokens, "max_tokens"), body.logprobs)
+    room = backend.room(len(ids), body.max_tokens, "max_tokens", USUAL_TOKENS)
+    drawn = samplings(backend, body, room, body.logprobs)
     steering = Steering(body.kvboost.chosen() if body.kvboost else {}, body.cache_salt, body.user)
     run = await backend.run(request, ids, drawn, steering)
     head = {

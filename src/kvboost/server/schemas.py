@@ -229,7 +229,7 @@ class CompletionRequest(Drawing):
     """Body of POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int = Field(16, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Default: 16.")
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: int | None = Field(None, ge=1)

@@ -20,6 +20,8 @@ from kvboost.serving import Piece, Sampling, Token
 
 router = APIRouter(tags=["tgi"])
 
+USUAL_TOKENS = 100  # where a request does not say, as at TGI
+
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
@@ -109,7 +111,8 @@ async def info(request: Request) -> dict[str, Any]:
 async def _begin(body: GenerateRequest, request: Request) -> tuple[_Asked, Run]:
     backend = backend_of(request)
     ids = await _prompt(backend, body)
-    sampling = _sampling(body.parameters, backend.room(len(ids), body.parameters.max_new_tokens, "max_new_tokens"))
+    room = backend.room(len(ids), body.parameters.max_new_tokens, "max_new_tokens", USUAL_TOKENS)
+    sampling = _sampling(body.parameters, room)
     steering = Steering(body.kvboost.chosen() if body.kvboost else {}, body.cache_salt)
     return _Asked(backend, body, ids, sampling), await backend.run(request, ids, [sampling], steering)
 

@@ -14,7 +14,7 @@ MAX_STOPS = 4
 class Parameters(Body):
     """`parameters` of a request. Those that are fixed to one value are known and not honoured otherwise."""
 
-    max_new_tokens: int = Field(100, ge=1, lt=2**31)
+    max_new_tokens: int | None = Field(None, ge=1, lt=2**31, description="Default: 100, or what fits.")
     do_sample: bool = False
     temperature: float | None = Field(None, gt=0, le=100)
     top_k: int | None = Field(None, gt=0, lt=2**31)
