@@ -81,20 +81,16 @@ class Answer:
                 self.finish_reason = "stop"
         self.ticket.send(Piece(text, (self._told(drawn),)))
 
-    def close(self, reason: FinishReason | None) -> None:
-        """Stores what is worth keeping and frees the slot; tells the last piece, unless `reason` is None: it failed."""
+    def close(self, reason: FinishReason | None) -> Piece:
+        """Stores what is worth keeping and frees the slot; returns the last piece. `reason` None: the answer failed."""
         if self._stepwise is not None:
             self._stepwise.close()
         request, self._request = self._request, None
         if request is None:
-            if reason is not None:
-                self.ticket.send(Piece("", finish_reason=reason))
-            return
+            return Piece("", finish_reason=reason)
         kept = self.tokens[: self._text.kept_tokens]
         report = self._engine.close_request(request, self._prompt_ids + kept, self._first_token_at)
-        if reason is not None:
-            held = "" if reason == "cancelled" else self._text.finish()
-            self.ticket.send(Piece(held, finish_reason=reason, report=report, plan=request.plan))
+        return Piece(self._text.finish(), finish_reason=reason, report=report, plan=request.plan)
 
     def _open(self) -> None:
         job = self.ticket.job

@@ -157,29 +157,28 @@ class Scheduler:
     def _end_unwanted(self) -> None:
         with self._changed:
             for ticket in self._queue.remove(lambda t: t.cancelled or t.overdue):
-                self._tell_end(ticket, "cancelled" if ticket.cancelled else "deadline")
+                reason: FinishReason = "cancelled" if ticket.cancelled else "deadline"
+                self._tell_end(ticket, reason, Piece("", finish_reason=reason))
         for answer in list(self._active):
             if answer.ticket.cancelled or answer.ticket.overdue:
                 self._end(answer, "cancelled" if answer.ticket.cancelled else "deadline")
 
-    def _tell_end(self, ticket: Ticket, reason: FinishReason) -> None:
+    def _tell_end(self, ticket: Ticket, reason: FinishReason, last: Piece) -> None:
+        """Under the lock, so that who sees an idle service knows that all was told."""
         self._finished[reason] += 1
-        ticket.send(Piece("", finish_reason=reason))
+        ticket.send(last)
         self._changed.notify_all()
 
     def _admit(self) -> None:
-        while len(self._active) < self.slots:
-            with self._changed:
+        with self._changed:
+            while len(self._active) < self.slots:
                 ticket = self._queue.pop(Counter(a.ticket.job.tenant for a in self._active))
-            if ticket is None:
-                return
-            try:
-                answer = Answer(self.engine, ticket, self._texts, self._limit(ticket.job))
-            except Exception as error:
-                self._fail(ticket, error)
-                continue
-            with self._changed:
-                self._active.append(answer)
+                if ticket is None:
+                    return
+                try:
+                    self._active.append(Answer(self.engine, ticket, self._texts, self._limit(ticket.job)))
+                except Exception as error:
+                    self._fail(ticket, error)
 
     def _limit(self, job: Job) -> int:
         """New tokens at most: as asked for, and as the model has positions."""
@@ -218,28 +217,28 @@ class Scheduler:
 
     def _end(self, answer: Answer, reason: FinishReason | None, error: Exception | None = None) -> None:
         """Closes an answer and frees its slot, whatever happens."""
+        last = Piece("", finish_reason=reason)
         try:
-            answer.close(reason)
+            last = answer.close(reason)
         except Exception as failure:
             logger.exception("closing request %s failed", answer.ticket.job.request_id)
             error = error or failure
         with self._changed:
             self._active.remove(answer)
-            if error is None and reason is not None:
-                self._finished[reason] += 1
-                took_s = time.perf_counter() - answer.began_at
-                self._mean_job_s += 0.1 * (took_s - self._mean_job_s)
-            self._changed.notify_all()
-        if error is not None:
-            self._fail(answer.ticket, error)
+            took_s = time.perf_counter() - answer.began_at
+            self._mean_job_s += 0.1 * (took_s - self._mean_job_s)
+            if error is not None or reason is None:
+                self._fail(answer.ticket, error or JobFailed("the request was ended"))
+            else:
+                self._tell_end(answer.ticket, reason, last)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         logger.error("request %s failed", ticket.job.request_id, exc_info=error)
+        own = error if isinstance(error, KVBoostError) else JobFailed(f"the model failed: {type(error).__name__}")
         with self._changed:
             self._finished["failed"] += 1
+            ticket.send(own)
             self._changed.notify_all()
-        own = error if isinstance(error, KVBoostError) else JobFailed(f"the model failed: {type(error).__name__}")
-        ticket.send(own)
 
     def _end_all(self) -> None:
         stopped = JobFailed("the service is shutting down")
