@@ -371,7 +371,7 @@ class KVBoost:
         ttft_s = (first_token_at or time.perf_counter()) - opened.started
         if prefilled is None:
             if first_token_at is not None:
-                self.stats.count_fallback(opened.fallback or "")
+                self.stats.count_fallback(opened.fallback or "", size)
             return ReuseReport(
                 size, fresh_tokens=size, fallback=opened.fallback, ttft_s=ttft_s, prefill_s=opened.computed_s
             )

@@ -39,12 +39,19 @@ def encode(prompt: Any, tokenizer: Any, model: PreTrainedModel) -> torch.Tensor:
     return checked(ids, model)
 
 
-def render(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
-    """Chat messages as text that ends where the answer begins. Raises `InputError` without a chat template."""
+def render(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """Chat messages as text that ends where the answer begins; `tools` are JSON schemas of functions.
+
+    Raises `InputError` without a chat template.
+    """
     if not getattr(_require(tokenizer), "chat_template", None):
         raise InputError("this tokenizer has no chat template, so messages cannot be rendered; pass text instead")
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # templates raise what they like: of the message, or of jinja
         raise InputError(f"the chat template cannot render these messages: {error}") from error
     return text

@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 
 from kvboost import __version__
-from kvboost.cli import bench, cache, config, demo, doctor, generate, simulate, verify, warm
+from kvboost.cli import bench, cache, config, demo, doctor, generate, serve, simulate, verify, warm
 from kvboost.cli.console import OneLineErrors, out, silence_libraries
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.command("demo")(demo.run)
 app.command("generate")(generate.run)
+app.command("serve")(serve.run)
 app.command("warm")(warm.run)
 app.command("doctor")(doctor.run)
 app.command("verify")(verify.run)
