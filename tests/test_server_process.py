@@ -68,6 +68,32 @@ def test_sigterm_answers_what_was_accepted_and_a_restart_is_warm(shared_data: Pa
         assert server.wait(60) == 0
 
 
+def test_metrics_and_administrators_have_ports_of_their_own(shared_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open sesame\n")
+    ports = ["--metrics-port", "0", "--admin-port", "0", "--admin-token-file", str(tmp_path / "token")]
+    with process(shared_data, *ports, "--keep-requests", "4", "--log-format", "json") as (server, urls):
+        url, metrics, admin = (u.rstrip("/") for u in urls.split(", "))
+        headers = {"Authorization": "Bearer open sesame"}
+        ask = {"model": "stories260K-llama", "prompt": STORY, "max_tokens": 2}
+        assert post(f"{url}/v1/completions", json=ask, headers={"x-request-id": "first"}).status_code == 200
+        assert "kvboost_ttft_seconds_count 1.0" in get(f"{metrics}/metrics").text
+        assert get(f"{url}/metrics").status_code == get(f"{url}/admin/settings").status_code == 404
+        assert get(f"{admin}/admin/settings").status_code == 401
+        eventually(lambda: get(f"{admin}/admin/requests", headers=headers).json()["requests"] != [])
+        assert get(f"{admin}/admin/requests/first", headers=headers).json()["tokens"]
+        post(f"{admin}/admin/settings", json={"disable": True}, headers=headers).raise_for_status()
+        assert post(f"{url}/v1/completions", json=ask).json()["usage"]["kvboost"]["fallback"] == "switched off"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+
+
+def test_an_admin_port_without_a_token_is_refused(shared_data: Path) -> None:
+    model = ["--model", str(shared_data / "models" / "stories260K-llama")]
+    told = CliRunner().invoke(app, ["serve", *model, "--port", "0", "--admin-port", "0"])
+    assert told.exit_code == 2
+    assert "--admin-token-file" in told.stderr
+
+
 def test_requests_that_take_longer_than_the_drain_are_ended_clearly(shared_data: Path) -> None:
     with process(shared_data, "--drain-s", "0") as (server, url):
         with httpx.stream("POST", f"{url}/v1/completions", json={**STREAM, "n": 8}) as stream:

@@ -73,6 +73,7 @@ def generated(model: Any, ids: torch.Tensor, new_tokens: int = 8, **options: Any
     return out[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", SUPPORTED_HERE, ids=lambda f: f.name)
 def test_a_greedy_answer_is_the_one_of_generate(family: Family) -> None:
     model = build(family.name, family.attention[0])
@@ -275,6 +276,18 @@ def test_jobs_can_be_cancelled_while_they_wait_and_between_blocks_of_their_promp
         run(lambda: work(scheduler))
 
 
+def test_a_request_that_is_given_up_stores_what_was_computed_and_counts_nothing() -> None:
+    kv = engine(build("llama"))
+    for blocks, known in ((0, 0), (3, 48)):
+        opened = kv.open_request(prompt())
+        for _ in range(blocks):
+            assert opened.extend(16) is None
+        kv.close_request(opened, prompt()[0].tolist(), None)
+        assert kv.plan(prompt()).count(Kind.EXACT) == known
+    assert kv.stats.requests == 0
+    assert kv._in_flight._running == 0
+
+
 def test_a_deadline_ends_a_job_that_waits_and_one_that_runs() -> None:
     async def work(scheduler: Scheduler) -> None:
         asked = Sampling(400, temperature=0.0, ignore_eos=True)
@@ -284,7 +297,7 @@ def test_a_deadline_ends_a_job_that_waits_and_one_that_runs() -> None:
         assert [p.finish_reason for p in pieces] == ["deadline"]
         pieces = [p async for p in running]
         assert pieces[-1].finish_reason == "deadline"
-        assert pieces[-1].report is not None
+        assert len(ids_of(pieces)) < 400
 
     model = build_fresh("llama")
     model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
@@ -420,6 +433,23 @@ def test_an_answer_ends_where_the_model_has_no_more_positions() -> None:
     [pieces] = served(engine(build("llama")), job(random_ids(500), Sampling(100, temperature=0.0, ignore_eos=True)))
     assert len(ids_of(pieces)) == 12
     assert pieces[-1].finish_reason == "length"
+
+
+def test_a_recurrent_model_is_served_by_its_own_generate_and_can_be_cancelled() -> None:
+    async def work(scheduler: Scheduler) -> list[Piece]:
+        long = scheduler.submit(job(prompt(), Sampling(300, temperature=0.0, ignore_eos=True)))
+        await anext(long)
+        other = await answer(scheduler, job(prompt("1")))
+        await long.aclose()
+        return other
+
+    kv = engine(build("mamba", "eager"))
+    with service(kv) as scheduler:
+        pieces = run(lambda: work(scheduler))
+    assert ids_of(pieces) == generated(kv.model, prompt("1"), do_sample=False, eos_token_id=-1)
+    assert pieces[-1].report is not None
+    assert "key/value cache" in (pieces[-1].report.fallback or "")
+    assert not [t for t in threading.enumerate() if t.name == "kvboost-generate"]
 
 
 @pytest.mark.parametrize("switch", [{"disable": True}, {"mode": "off"}])

@@ -543,6 +543,8 @@ class KVBoost:
     def _capture(self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings, computed_s: float) -> int:
         filled, report = prefilled.filled, prefilled.report
         num_rows = min(filled.cache.get_seq_length(), sequence_ids.shape[1])
+        if num_rows == 0:  # given up before anything was computed
+            return 0
         boundary = self.support.regime_boundary
         if boundary is not None and filled.plan.num_tokens <= boundary:
             num_rows = min(num_rows, boundary)  # later rows were generated with other rotary frequencies

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +16,40 @@ from kvboost.cli.models import HUB_NAME, DTypeOption, ModelOption, open_engine
 from kvboost.errors import InputError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from kvboost.engine import KVBoost
     from kvboost.server import ServerOptions
+    from kvboost.serving.scheduler import Scheduler
 
 FLUSH_S = 60.0
+
+
+class LogFormat(str, Enum):
+    """How lines of the log look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """The administrators' port, None for none; its token; whether it may be open; how many prompts are kept."""
+
+    port: int | None
+    token: str | None
+    open: bool
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where the server listens; without a port of their own the metrics are on the main one."""
+
+    host: str
+    port: int
+    metrics_port: int | None
+    admin: Admin
 
 
 def run(
@@ -44,6 +77,22 @@ def run(
     drain_s: Annotated[
         float, typer.Option(metavar="S", min=0, help="On SIGTERM, wait so long for the requests that run.")
     ] = 30.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=65535, help="Port of /metrics. Default: the main port.")
+    ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=65535, help="Port of the administrators. Default: none.")
+    ] = None,
+    admin_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The token that administrators send.")
+    ] = None,
+    admin_without_token: Annotated[
+        bool, typer.Option("--admin-without-token", help="Leave the admin port open; on a loopback address only.")
+    ] = False,
+    keep_requests: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Keep the last N prompts for the administrators' X-ray.")
+    ] = 0,
+    log_format: Annotated[LogFormat, typer.Option(help="One line per event: for people, or JSON.")] = LogFormat.TEXT,
 ) -> None:
     """Serve a model by HTTP until SIGTERM or Ctrl-C, then answer what was accepted and leave.
 
@@ -51,10 +100,10 @@ def run(
     KVBOOST_SHARE_MOVED=namespace says so.
     """
     _require_extra()
+    from kvboost.logs import configure_logging
     from kvboost.server import ServerOptions
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("kvboost").setLevel(logging.INFO)
+    configure_logging(log_format.value)
     options = ServerOptions(
         model_name or Path(model or HUB_NAME).name,
         api_keys=api_keys,
@@ -62,8 +111,9 @@ def run(
         max_new_tokens=max_new_tokens,
         deadline_s=deadline_s,
     )
+    admin = Admin(admin_port, _read_token(admin_token_file), admin_without_token, keep_requests)
     with open_engine(model, dtype, share_moved="session") as kv:
-        drained = _serve(kv, options, host, port, slots, queue, drain_s)
+        drained = _serve(kv, options, Listening(host, port, metrics_port, admin), slots, queue, drain_s)
         if not kv.flush(FLUSH_S):
             note(f"Not everything could be written to slower tiers within {FLUSH_S:.0f} s.")
     if not drained:
@@ -71,23 +121,60 @@ def run(
         raise typer.Exit(1)
 
 
-def _serve(kv: KVBoost, options: ServerOptions, host: str, port: int, slots: int, queue: int, drain_s: float) -> bool:
+def _serve(kv: KVBoost, options: ServerOptions, where: Listening, slots: int, queue: int, drain_s: float) -> bool:
     """Listens, serves, drains; False if requests had to be ended."""
     import asyncio
 
-    from kvboost.server import make_app, process
+    from kvboost.server import process
     from kvboost.serving.scheduler import Scheduler
 
     service = Scheduler(kv, slots=slots, queue=queue)
     try:
-        with process.listen(host, port) as listener:
-            site = process.Site(make_app(service, kv, options), listener)
-            listening = f"listening on {site.url}"
+        with ExitStack() as sockets:
+            sites = [
+                process.Site(app, sockets.enter_context(process.listen(where.host, port)))
+                for app, port in _apps(kv, service, options, where)
+            ]
+            listening = "listening on " + ", ".join(site.url for site in sites)
             return asyncio.run(
-                process.run([site], lambda: service.drain(drain_s), service.close, lambda: note(listening))
+                process.run(sites, lambda: service.drain(drain_s), service.close, lambda: note(listening))
             )
     finally:
         service.close()
+
+
+def _apps(kv: KVBoost, service: Scheduler, options: ServerOptions, where: Listening) -> Iterator[tuple[FastAPI, int]]:
+    """Every application and its port: the clients', the metrics' and the administrators'."""
+    from kvboost.metrics import Metrics
+    from kvboost.server import make_app
+    from kvboost.server.admin import make_admin_app
+    from kvboost.server.app import make_metrics_app
+    from kvboost.server.observing import Observing
+    from kvboost.server.xray import RequestRing
+
+    metrics, ring = Metrics(kv, model=options.model_name, service_stats=service.stats), RequestRing(where.admin.keep)
+    shared = metrics.expose if where.metrics_port is None else None
+    yield make_app(service, kv, options, observe=Observing(metrics, ring), expose=shared), where.port
+    if where.metrics_port is not None:
+        yield make_metrics_app(metrics.expose), where.metrics_port
+    if where.admin.port is not None:
+        admin = make_admin_app(
+            kv, metrics, token=where.admin.token, host=where.host, without_token=where.admin.open, ring=ring
+        )
+        yield admin, where.admin.port
+
+
+def _read_token(path: Path | None) -> str | None:
+    """The token of a file, without the line's end. Raises `InputError` if it cannot be read or is empty."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"the admin token in {path} cannot be read: {error}") from None
+    if not token:
+        raise InputError(f"the file {path} holds no admin token; write one into it")
+    return token
 
 
 def _require_extra() -> None:

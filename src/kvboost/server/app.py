@@ -58,3 +58,10 @@ def _fingerprint(kv: KVBoost, options: ServerOptions) -> str:
     config = kv.model.config
     described = (options.model_name, type(kv.model).__name__, str(kv.model.dtype), config.to_json_string(), __version__)
     return "fp_" + hashlib.sha256("\0".join(described).encode()).hexdigest()[:12]
+
+
+def make_metrics_app(expose: Callable[[str], tuple[bytes, str]]) -> FastAPI:
+    """GET /metrics alone, for a port of its own: what is counted tells tenants about one another."""
+    app = FastAPI(title="KVBoost metrics", openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(health.metrics_router(expose))
+    return app

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from kvboost import prompts
-from kvboost.config import Settings
+from kvboost.config import Settings, uses_cache
 from kvboost.engine import KVBoost
 from kvboost.errors import InputError, SettingsError
 from kvboost.hf.declared import max_positions
@@ -166,11 +166,12 @@ class Backend:
         chosen: dict[str, Any] = {**steering.settings, **headers.settings(given)}
         chosen["cache_salt"] = self.namespaces.salt(caller, steering.cache_salt)
         chosen["session"] = self.namespaces.session(caller, headers.session(given), steering.user)
-        wanted = headers.enabled(given)
         try:
-            if not headers.uses_cache(self.kv.settings(), request.state.request_id, wanted):
+            if not uses_cache(self.kv.settings(), request.state.request_id, given.get(headers.ENABLED)):
                 chosen["disable"] = True
             return chosen, self.kv.settings(**chosen)
+        except InputError as error:
+            raise bad(str(error), headers.ENABLED) from None
         except SettingsError as error:
             raise bad(str(error), "kvboost") from None
 

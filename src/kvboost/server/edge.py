@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.server import errors, headers
@@ -14,6 +16,7 @@ from kvboost.server.errors import ApiError, ClientGone
 from kvboost.server.options import ServerOptions
 from kvboost.server.tenants import Tenants
 
+LINGER_S = 2.0  # in which a refused client can stop sending and read why
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 
 
@@ -42,7 +45,7 @@ class Edge:
                 state["caller"] = self._tenants.caller(given.get("authorization"))
             replayed = await self._read(given, receive)
         except ApiError as error:
-            await errors.response(scope["path"], error)(scope, receive, send_with_id)
+            await _refuse(errors.response(scope["path"], error), receive, send_with_id)
         except ClientGone:
             return
         else:
@@ -81,6 +84,24 @@ async def _collect(receive: Receive, limit: int) -> bytes:
             raise _too_large(limit)
         if not message.get("more_body", False):
             return bytes(body)
+
+
+async def _refuse(response: Response, receive: Receive, send: Send) -> None:
+    """Sends a response while its body may still be coming in. That is thrown away for a while.
+
+    A connection that is closed with bytes unread is reset, and then many clients never see the response.
+    """
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_discard(receive), LINGER_S)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive) -> None:
+    """Reads to the end of the body, or until the client has gone."""
+    while (await receive()).get("more_body", False):
+        pass
 
 
 def _too_large(limit: int) -> ApiError:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from kvboost.config import Settings
 from kvboost.server.errors import bad
 
 REQUEST_ID = "x-request-id"
@@ -19,7 +18,6 @@ TIMEOUT = "x-request-timeout-s"
 LONGEST_TIMEOUT_S = 86400.0
 
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _FIDELITIES = ("exact", "balanced", "fast")
 
 
@@ -31,19 +29,6 @@ def request_id(headers: Mapping[str, str]) -> str:
     if _ID.fullmatch(given) is None:
         raise bad(f"{REQUEST_ID} must be 1 to 128 letters, digits or ._:@/+=-", REQUEST_ID)
     return given
-
-
-def enabled(headers: Mapping[str, str]) -> bool | None:
-    """What `x-kvboost-enabled` says; None if it is absent."""
-    given = headers.get(ENABLED)
-    if given is not None and given.strip().lower() not in _TRUTH:
-        raise bad(f"{ENABLED} must be true or false", ENABLED)
-    return None if given is None else _TRUTH[given.strip().lower()]
-
-
-def uses_cache(settings: Settings, request_id: str, wanted: bool | None) -> bool:
-    """Whether the cache is used: as the header says, else always. A share of the requests can be drawn here."""
-    return settings.enabled and wanted is not False
 
 
 def settings(headers: Mapping[str, str]) -> dict[str, Any]:
