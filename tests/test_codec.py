@@ -477,3 +477,13 @@ def test_small_chunks_of_every_size_go_through_an_engine() -> None:
     out = greedy(kv.generate, LONGER, 2)
     assert out.report.fallback is None
     assert out.report.exact_tokens + out.report.continued_tokens == prompt().shape[1]
+
+
+def test_probes_of_weights_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = engine(build_fresh("llama"))
+    names = [b"%d" % i for i in range(20)]
+    for name in names:
+        monkeypatch.setattr(kv._fingerprint, "current", lambda name=name: name)
+        kv.quantization("int8")
+    assert [of_weights for _, of_weights in kv._probes] == names[-len(kv._probes) :]
+    assert 2 <= len(kv._probes) < 10

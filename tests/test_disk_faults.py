@@ -26,7 +26,8 @@ import pytest
 
 import disk_children as children
 from disk_children import LARGE, NOBODY, identity, is_right, limit_for, open_tier, record
-from kvboost.store import disk, disk_files, records
+from kvboost.errors import SettingsError
+from kvboost.store import disk, disk_files, disk_index, records
 from kvboost.store.disk import DiskTier
 from kvboost.store.records import Seal, pack
 from kvboost.types import ChunkKV
@@ -251,6 +252,34 @@ def test_a_directory_that_cannot_be_made_gives_misses_and_one_line_in_the_log(
         assert tier.delete() == 0
     assert tier.stats().errors["io"] >= 5
     assert len([r for r in caplog.records if r.name.startswith("kvboost")]) == 1
+
+
+def test_a_directory_with_a_nul_is_refused() -> None:
+    with pytest.raises(SettingsError, match="holds a NUL"):
+        DiskTier("cache\0", LARGE, Seal())
+
+
+@pytest.mark.parametrize("inner", [".", "records"])
+@pytest.mark.parametrize("leads", [True, False], ids=["somewhere", "nowhere"])
+def test_a_link_in_the_place_of_a_folder_is_not_followed(folder: Path, tmp_path: Path, inner: str, leads: bool) -> None:
+    elsewhere, place = tmp_path / "elsewhere", folder / disk.FOLDER / inner
+    if leads:
+        elsewhere.mkdir(mode=0o755)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(elsewhere)
+    tier = open_tier(folder)
+    assert tier.put_many([record(1)]) == 0
+    assert held(tier, [1]) == set()
+    assert set(tier.stats().errors) == {"permission"}
+    assert not leads or (elsewhere.stat().st_mode & 0o777, list(elsewhere.iterdir())) == (0o755, [])
+
+
+def test_the_directory_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    tier = open_tier(folder)
+    assert tier.put_many([record(1)]) > 0
+    tier.close()
 
 
 def test_a_directory_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,10 +507,16 @@ def test_the_folder_of_another_release_is_not_touched(folder: Path) -> None:
     (other / "index.db").write_bytes(b"of another release")
     written(folder, 2)
     assert (other / "index.db").read_bytes() == b"of another release"
-    assert sorted(p.name for p in folder.iterdir()) == ["records-v0", "records-v1"]
+    assert sorted(p.name for p in folder.iterdir()) == ["records-v0", disk.FOLDER]
 
 
-def test_an_index_of_another_version_is_made_anew(folder: Path) -> None:
+def test_a_release_with_another_index_has_a_folder_of_its_own(folder: Path) -> None:
+    assert folder.joinpath(disk.FOLDER).name == f"records-v{records.FORMAT_VERSION}.{disk_index.INDEX_VERSION}"
+    written(folder, 1)
+    assert (folder / disk.FOLDER / "index.db").exists()
+
+
+def test_an_index_of_another_version_in_our_folder_is_damage_and_made_anew(folder: Path) -> None:
     written(folder, 5)
     connection = sqlite3.connect(folder / disk.FOLDER / "index.db")
     connection.execute("PRAGMA user_version = 99")
@@ -489,6 +524,79 @@ def test_an_index_of_another_version_is_made_anew(folder: Path) -> None:
     tier = open_tier(folder)
     assert held(tier, range(5)) == set(range(5))
     assert tier.stats().errors == {"index": 1}
+    tier.close()
+
+
+# --- other secrets --------------------------------------------------------------------------------------------------
+
+
+def by(secret: str, folder: Path, limit: int = LARGE) -> DiskTier:
+    """A tier that looks for files without a row at once."""
+    return DiskTier(folder, limit, Seal(secret), orphan_grace_s=0.0)
+
+
+@pytest.mark.parametrize(("ours", "other"), [("ours", "another"), ("ours", ""), ("", "another")])
+def test_a_rebuild_under_one_secret_keeps_what_another_sealed(folder: Path, ours: str, other: str) -> None:
+    tier = by(ours, folder)
+    tier.put_many([record(n) for n in range(5)])
+    tier.close()
+    (folder / disk.FOLDER / "index.db").unlink()
+    for _ in range(2):
+        stranger = by(other, folder)
+        assert stranger.stats().entries == 5, "they count"
+        assert held(stranger, range(5)) == set()
+        assert stranger.find([record(1).header.key.content_hash]) == {}
+        assert stranger.stats().errors == {}, "they are not called damaged"
+        assert len(record_files(folder)) == 5
+        stranger.close()
+    tier = by(ours, folder)
+    assert held(tier, range(5)) == set(range(5)), "their owner finds them again"
+    assert tier.find([record(1).header.key.content_hash])
+    assert tier.stats().entries == 5
+    tier.close()
+
+
+def test_what_another_secret_sealed_and_no_index_lists_is_not_swept(folder: Path) -> None:
+    written(folder, 4)
+    with sqlite3.connect(folder / disk.FOLDER / "index.db") as index:
+        index.execute("DELETE FROM records WHERE id <= 2")
+    index.close()
+    record_files(folder)[0].with_name("0" * 32 + "-00000000.kv").write_bytes(b"damaged")
+    stranger = by("another", folder)
+    assert (len(record_files(folder)), stranger.stats().entries) == (4, 4)
+    stranger.close()
+    tier = by(children.SECRET, folder)
+    assert held(tier, range(4)) == set(range(4))
+    tier.close()
+
+
+def test_what_another_secret_sealed_is_evicted_like_all_else(folder: Path) -> None:
+    limit = limit_for(4, 4096)
+    tier = open_tier(folder, limit)
+    tier.put_many([record(n, width=4096) for n in range(3)])
+    tier.close()
+    (folder / disk.FOLDER / "index.db").unlink()
+    stranger = by("another", folder, limit)
+    assert stranger.stats().entries == 3
+    assert all(stranger.put_many([record(n, width=4096)]) for n in range(10, 13))
+    assert held(stranger, range(10, 13)) == {10, 11, 12}
+    assert stranger.stats().bytes_used <= limit
+    assert len(record_files(folder)) == stranger.stats().entries <= 5
+    stranger.close()
+
+
+def test_what_is_damaged_under_a_plain_checksum_is_removed_under_every_secret(folder: Path) -> None:
+    tier = by("", folder)
+    tier.put_many([record(1)])
+    tier.close()
+    (path,) = record_files(folder)
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    (folder / disk.FOLDER / "index.db").unlink()
+    tier = by("ours", folder)
+    assert record_files(folder) == []
+    assert tier.stats().errors == {"damaged": 1}
     tier.close()
 
 

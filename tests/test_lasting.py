@@ -87,6 +87,17 @@ def test_a_directory_that_cannot_be_used_costs_nothing_but_its_hits(tmp_path: Pa
         assert sum(kv.store.stats_by_tier()["disk"].errors.values()) > 0
 
 
+def test_without_memory_chunks_still_reach_the_disk(tmp_path: Path) -> None:
+    for cache_bytes in (0, 1000):
+        with on_disk(tmp_path / str(cache_bytes), cache_bytes=cache_bytes) as kv:
+            greedy(kv.generate, prompt("0123"), 1)
+            assert kv.flush()
+            out = greedy(kv.generate, prompt("0123"), 1)
+            assert set(out.report.bytes_by_tier) == {"disk"}
+            assert out.report.exact_tokens == prompt().shape[1] - 1
+            assert kv.store.tiers[0].stats().bytes_limit <= cache_bytes
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

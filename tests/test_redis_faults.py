@@ -214,6 +214,38 @@ def test_what_was_deleted_while_the_server_was_away_is_not_served_when_it_is_bac
     assert server.client().keys() == []
 
 
+def test_deletions_that_a_server_owes_are_bounded_and_what_is_given_up_is_counted(
+    server: RedisServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.store.redis.MAX_OWED", 3)
+    tier = tier_on(server.url, clock, timeout_s=SHORT_S)
+    tier.put_many([record(n) for n in range(7)])
+    with server.paused():
+        tier.delete([record_id(n) for n in range(4)])
+        tier.delete([record_id(4)])
+        assert len(tier._owed) == 3
+    assert errors_of(tier)["undeleted"] == 2
+    clock.now_s += 4 * BACKOFF_S
+    assert [n for n in range(7) if holds(tier, n)] == [0, 1, 5, 6], "the latest are deleted"
+    assert tier._owed == []
+
+
+def test_that_everything_is_to_go_is_owed_whatever_else_is(
+    server: RedisServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.store.redis.MAX_OWED", 3)
+    tier = tier_on(server.url, clock, timeout_s=SHORT_S)
+    tier.put_many([record(n) for n in range(3)])
+    with server.paused():
+        tier.delete()
+        for n in range(9):
+            tier.delete([record_id(n)])
+        assert tier._owed == [(None,)]
+    assert "undeleted" not in errors_of(tier)
+    clock.now_s += 16 * BACKOFF_S
+    assert not any(holds(tier, n) for n in range(3))
+
+
 # --- who may, and how ----------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,37 @@ def test_a_full_queue_drops_checks_and_never_blocks() -> None:
     checks.close()
 
 
+def test_checks_that_were_cancelled_wait_no_longer() -> None:
+    gate, begun, cancelled = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(ids: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        gate.wait(30)
+        return torch.zeros(5)
+
+    def offer() -> Any:
+        return checks.offer(torch.zeros(1, 3), torch.zeros(5), 1.0)
+
+    checks = Shadow(slow)
+    offered = [offer() for _ in range(shadow.MAX_WAITING)]
+    begun.wait(30)
+    assert offered[-1].cancel()
+    offered[-1] = offer()
+    assert offered[-1] is not None, "there is room again"
+    offered[-1].add_done_callback(lambda future: cancelled.set())
+    closing = threading.Thread(target=checks.close)
+    closing.start()
+    assert cancelled.wait(30), "closing drops what waits, and waits for what runs"
+    gate.set()
+    closing.join(30)
+    gate.clear()
+    again = [offer() for _ in range(shadow.MAX_WAITING)]
+    assert all(o is not None for o in again), "none of those before the end counts"
+    gate.set()
+    assert [o.result(30).kl for o in again] == [0.0] * shadow.MAX_WAITING
+    checks.close()
+
+
 def test_a_failing_check_is_counted_and_the_next_one_runs() -> None:
     answers = iter([RuntimeError("no memory"), torch.zeros(5)])
 

@@ -309,6 +309,65 @@ def _from_tokens(codes: torch.Tensor, scales: Mapping[str, torch.Tensor], rows: 
     return x[..., :dim].add_(scales["mean"])
 
 
+# --- is it what `pack` makes ----------------------------------------------------------------------------------------
+
+
+def is_of_shape(group: PackedKV, shapes: Mapping[Slot, tuple[int, ...]], dtype: torch.dtype, codec: str) -> bool:
+    """Whether `read_rows` can unpack a group into rows of these shapes [L, H, n, D] and this dtype.
+
+    Names, types and shapes must be what `pack` writes with `codec`. How many rows stay plain, and how many groups there
+    are, is read off the tensors, as `read_rows` does: another release may choose other sizes.
+    """
+    bits = {"int8": 8, "k8v4": 4}.get(codec)
+    flags = group.tensors.get("plain")
+    num_plain = 0 if flags is None else _count_plain(flags, shapes["keys"][0])
+    if bits is None or num_plain is None:
+        return False
+    expected = {} if flags is None else {"plain": (torch.uint8, tuple(flags.shape))}
+    for slot in SLOTS:
+        parts = {n.removeprefix(f"{slot}."): t for n, t in group.tensors.items() if n.startswith(f"{slot}.")}
+        expected |= {f"{slot}.{n}": part for n, part in _expected(parts, shapes[slot], num_plain, dtype, bits).items()}
+    return {name: (t.dtype, tuple(t.shape)) for name, t in group.tensors.items()} == expected
+
+
+def _count_plain(flags: torch.Tensor, num_layers: int) -> int | None:
+    """How many layers are plain: some and not all, else None; also if the flags are none."""
+    if flags.dtype is not torch.uint8 or flags.shape != (num_layers,):
+        return None
+    values = flags.tolist()
+    return sum(values) if set(values) == {0, 1} else None
+
+
+def _expected(
+    parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], num_plain: int, dtype: torch.dtype, bits: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape by name of one slot's tensors, of which `parts` tells the free sizes."""
+    layers, heads, rows, dim = shape
+    layers -= num_plain
+    num_head = _size(parts, "head", 2)
+    body = max(1, rows - num_head)
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"mean": (torch.float16, (layers, heads, 1, dim))}
+    if "low" in parts:
+        count = max(1, _size(parts, "scale", 3))
+        scales = (layers, heads, body, count)
+        width = count * _dim_group(dim, count) * bits // 8
+        expected |= {"codes": (torch.uint8, (layers, heads, body, width)), "low": (torch.float16, scales)}
+    else:
+        scales = (layers, heads, max(1, _size(parts, "scale", 2)), dim)
+        expected |= {"codes": (torch.int8, (layers, heads, body, dim))}
+    expected |= {"scale": (torch.bfloat16, scales)}
+    if "head" in parts:
+        expected |= {"head": (dtype, (layers, heads, num_head, dim))}
+    if num_plain:
+        expected |= {"plain": (dtype, (num_plain, heads, rows, dim))}
+    return expected
+
+
+def _size(parts: Mapping[str, torch.Tensor], name: str, axis: int) -> int:
+    """A tensor's size, 0 if it is absent or has other axes."""
+    return parts[name].shape[axis] if name in parts and parts[name].dim() == 4 else 0
+
+
 # --- how far off ----------------------------------------------------------------------------------------------------
 
 

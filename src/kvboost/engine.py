@@ -31,6 +31,7 @@ from kvboost.hf import compat, generation
 from kvboost.hf.budget import DeviceMemory, cache_budget, is_out_of_memory, release_device_memory
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
+from kvboost.hf.fitting import misfit
 from kvboost.hf.loading import check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, stock_prefill
 from kvboost.hf.quant_probe import QuantProbe, probe_quantization
@@ -42,7 +43,7 @@ from kvboost.prefilling import Filled, Prefilled, Prefilling
 from kvboost.repair.gate import bound
 from kvboost.request import OpenRequest
 from kvboost.shadow import Shadow, ShadowResult
-from kvboost.stats import Backoff, EngineStats, InFlight
+from kvboost.stats import Backoff, EngineStats, InFlight, Seldom
 from kvboost.store import Tier, TieredStore
 from kvboost.store.opening import open_store
 from kvboost.store.writing import Encode
@@ -55,6 +56,8 @@ SHADOW_BLOCK_TOKENS = 256  # of a shadow prefill at a time: a request waits for 
 SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are running
 CACHE_FAILED = "the cache failed; see the log"
 OUT_OF_MEMORY = "out of memory"
+MAX_PROBES = 8  # kept at a time, one per codec and weights
+TRACEBACK_S = 60.0  # between two tracebacks of the cache's failures; each failure has one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ class KVBoost:
         self._giving_up = Backoff()  # a model whose moved rows are always judged too far off is not tried every time
         self.shadow = Shadow(self._prefill_in_full)
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
+        self._tracebacks = Seldom(TRACEBACK_S)
         self._fingerprint = Fingerprint(model, tokenizer)
         self._probes: dict[tuple[Codec, bytes], QuantProbe] = {}
         self._measured: dict[Codec, tuple[QuantProbe, QuantProbe]] = {}
@@ -275,6 +279,8 @@ class KVBoost:
         name = (codec, self._fingerprint.current())
         with model_lock(self.model):
             if name not in self._probes:
+                while len(self._probes) >= MAX_PROBES:
+                    del self._probes[next(iter(self._probes))]
                 self._probes[name] = probe_quantization(self.model, self.support, codec)
                 if self._probes[name].refused is not None:
                     logger.warning("chunks are kept as computed, not as %s: %s", codec, self._probes[name].refused)
@@ -446,7 +452,13 @@ class KVBoost:
         except Exception as error:
             if is_out_of_memory(error):
                 return OUT_OF_MEMORY
-            logger.exception("the cache failed for a prompt of %d tokens; computing it in full", input_ids.shape[1])
+            logger.error(
+                "the cache failed for a prompt of %d tokens (%s: %s); computing it in full",
+                input_ids.shape[1],
+                type(error).__name__,
+                str(error).partition("\n")[0],
+                exc_info=self._tracebacks.allows(),
+            )
             return CACHE_FAILED
 
     def with_memory(self, work: Callable[[], _T]) -> _T:
@@ -496,16 +508,27 @@ class KVBoost:
         return Prefilled(filled, keys, sources, report, drawn, logits if drawn else None)
 
     def _lease(self, plan: ReusePlan, leases: ExitStack) -> tuple[dict[bytes, ChunkKV], dict[str, int]]:
-        """The plan's records and the sources of linked ones, kept until `leases` closes; and bytes by tier."""
+        """The plan's records and the sources of linked ones, kept until `leases` closes; and bytes by tier.
+
+        Records that are not of the model's shape are left out, and removed from the store.
+        """
         own = leases.enter_context(self.store.get_many([s.record_id for s in plan if s.record_id is not None]))
         links = [r.header.source.record_id for r in own.records.values() if r.header.source is not None]
         sources = leases.enter_context(self.store.get_many(links))
-        records = {**own.records, **sources.records}
+        records = self._fitting({**own.records, **sources.records})
         tiers = {**own.tiers, **sources.tiers}
         loaded_bytes: Counter[str] = Counter()
         for record_id, record in records.items():
             loaded_bytes[tiers[record_id]] += record.num_bytes
         return records, dict(loaded_bytes)
+
+    def _fitting(self, records: Mapping[bytes, ChunkKV]) -> dict[bytes, ChunkKV]:
+        """The records that the model can load. The others could be found and lost by every such prompt: they go."""
+        layout = self.support.require_layout()
+        misfits = {i: why for i, r in records.items() if (why := misfit(r, records, layout)) is not None}
+        if misfits:
+            self.store.reject(misfits)
+        return {i: record for i, record in records.items() if i not in misfits}
 
     def _finish(
         self,
@@ -627,7 +650,7 @@ def _tokens(input_ids: torch.Tensor) -> Int32Array:
 
 
 def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: bool) -> ReusePlan:
-    """The plan without segments whose record changed or went since it was found."""
+    """The plan without segments whose record changed or went since it was found, or does not fit the model."""
     headers = {i: record.header for i, record in records.items()}
     lost = {s.record_id for s in plan if s.record_id is not None and not still_served(s, headers)}
     return without_records(plan, lost, allow_gaps=allow_gaps) if lost else plan

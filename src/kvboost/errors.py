@@ -7,6 +7,7 @@
     ├── OutOfMemory        a prompt does not fit the device, even without the cache (also a MemoryError)
     ├── UnsupportedModel   a model cannot serve a kind of reuse; never leaves the engine, it becomes a fallback reason
     └── DamagedRecord      bytes are not the record that was packed; never leaves a store, it becomes a miss
+        └── ForeignRecord  the same, but under another secret it may be sound
 
 A request never fails because the cache does: store and reuse problems fall back to computing and are counted.
 """
@@ -45,3 +46,7 @@ class UnsupportedModel(KVBoostError):
 
 class DamagedRecord(KVBoostError):
     """Bytes are not a record as it was packed and sealed: damaged, cut, forged, or of another format or secret."""
+
+
+class ForeignRecord(DamagedRecord):
+    """A record that this seal does not open and cannot judge: sealed under another secret, or damaged."""

@@ -390,7 +390,7 @@ def still_served(segment: Segment, records: Mapping[bytes, ChunkHeader]) -> bool
     an approximate one, own rows by a link.
     """
     header = records.get(segment.record_id or b"")
-    if header is None:
+    if header is None or segment.offset + len(segment.span) > len(header.tokens):
         return False
     if header.source is not None:
         source = records.get(header.source.record_id)

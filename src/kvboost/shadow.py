@@ -78,7 +78,8 @@ class Shadow:
                 self._dropped += 1
                 return None
             self._waiting += 1
-            return queued
+        queued.add_done_callback(self._note_cancelled)
+        return queued
 
     def resume(self) -> None:
         """Forgets what was measured and lets inexact rows be served again."""
@@ -100,6 +101,13 @@ class Shadow:
             workers, self._workers = self._workers, None
         if workers is not None:
             workers.shutdown(wait=True, cancel_futures=True)
+
+    def _note_cancelled(self, queued: Future[ShadowResult]) -> None:
+        """A check that was cancelled, by `close` or whoever holds its future, waits no longer."""
+        if queued.cancelled():
+            with self._lock:
+                self._waiting -= 1
+                self._dropped += 1
 
     def _check(self, input_ids: torch.Tensor, logits: torch.Tensor, bound: float) -> ShadowResult:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -63,6 +64,24 @@ class Backoff:
         """Remembers how a try ended."""
         with self._lock:
             self._failures = self._failures + 1 if failed else 0
+
+
+class Seldom:
+    """Whether something that may happen all the time is told at length: once in `every_s` seconds. Thread-safe."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._quiet_until = 0.0
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """True if it was not allowed within the last `every_s`."""
+        now = time.monotonic()
+        with self._lock:
+            allowed = now >= self._quiet_until
+            if allowed:
+                self._quiet_until = now + self._every_s
+            return allowed
 
 
 @dataclass(slots=True)

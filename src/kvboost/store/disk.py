@@ -1,6 +1,6 @@
 """A byte-bounded store in a directory: survives restarts and `kill -9`, and many processes share it.
 
-    directory/records-v1/               the format's version is in the name: releases that differ do not meet
+    directory/records-v1.1/             versions of format and index: releases that differ do not meet
         index.db, -wal, -shm            SQLite: heads, names, use, sizes (disk_index.py)
         index.lock                      held while an index is opened, made or rebuilt
         records/3f/3f09...-8c41d2e7.kv  one file per record (disk_files.py, records.py)
@@ -27,14 +27,14 @@ from typing import Any, TypeVar
 
 from kvboost.errors import DamagedRecord, InputError, SettingsError
 from kvboost.store.disk_files import DIRECTORY_MODE, RecordFiles, make_private, occupied_bytes
-from kvboost.store.disk_index import DiskIndex, Row, Writing, exclusive, remove_index, row_of, truth_of
-from kvboost.store.disk_recovery import adopt, sweep
+from kvboost.store.disk_index import INDEX_VERSION, DiskIndex, Row, Writing, exclusive, remove_index, row_of, truth_of
+from kvboost.store.disk_recovery import adopt, claim, sweep
 from kvboost.store.records import FORMAT_VERSION, Seal, head_of, pack, unpack, unpack_header
 from kvboost.store.tier import MAX_LISTED, Lease, StoredRecord, TierStats
 from kvboost.store.trouble import Trouble, kind_of
 from kvboost.types import ChunkHeader, ChunkKV
 
-FOLDER = f"records-v{FORMAT_VERSION}"
+FOLDER = f"records-v{FORMAT_VERSION}.{INDEX_VERSION}"
 INDEX_BYTES = 2 << 20  # that the index is charged with at least; half of it for its log and the folders
 RETRY_S = 10.0  # after the directory could not be opened, was full, or another process held its index for long
 MAX_NOTES = 256  # uses and removals that wait for a transaction
@@ -65,7 +65,8 @@ class DiskTier:
     `bytes_limit` bounds all files: records in whole blocks, and the index. `ttl_s`, if given, is how long after its
     writing a record is served. A lease holds copies, so leased records may be evicted. A directory that cannot be used
     (permissions, disk full, damage) makes misses, which `stats().errors` counts by kind; it is tried again later.
-    Raises `SettingsError` for a limit that could hold nothing. Needs a local file system (SQLite's WAL).
+    Raises `SettingsError` for a limit that could hold nothing, and for what can be no path. Needs a local file system
+    (SQLite's WAL).
     """
 
     name = "disk"
@@ -84,6 +85,8 @@ class DiskTier:
             raise SettingsError(
                 f"a disk tier of {bytes_limit} bytes could hold nothing; give it at least {2 * INDEX_BYTES} bytes"
             )
+        if "\0" in os.fspath(directory):
+            raise SettingsError(f"disk_directory {os.fspath(directory)!r} holds a NUL, which no path can; remove it")
         self.directory = Path(directory)
         self.bytes_limit = bytes_limit
         self.max_variants = max_variants
@@ -415,7 +418,8 @@ class DiskTier:
         try:
             if index.created:
                 adopt(index, self._files, self._seal, self._trouble)
-            sweep(index, self._files, self._grace_s)
+            claim(index, self._seal, self._trouble)
+            sweep(index, self._files, self._seal, self._grace_s)
             gone: list[tuple[Row, str]] = []
             with suppress(_NoRoom), index.writing() as writing:  # the limit may have been lowered
                 gone = self._make_room(index, writing, 0)

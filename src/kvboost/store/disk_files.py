@@ -129,8 +129,11 @@ class RecordFiles:
 def make_private(folder: Path) -> None:
     """Makes a folder, and those above it, that only this user may enter.
 
-    Raises `PermissionError` if it belongs to another user, who could read what is put there; root may use it.
+    Raises `PermissionError` if it belongs to another user, who could read what is put there (root may use it), and if a
+    link stands there: whoever set it chose a folder that may be used for something else.
     """
+    if folder.is_symlink():
+        raise PermissionError(errno.EPERM, "a link stands in the place of the cache's folder", str(folder))
     folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
     status, user = folder.stat(), os.geteuid()
     if status.st_uid != user and user != 0:

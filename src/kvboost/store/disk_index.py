@@ -26,6 +26,7 @@ BUSY_S = 5.0  # how long a writer waits for writers of other processes
 LISTED_ROWS = 256  # rows of a name that are considered, the last written; a name can have thousands
 WAL_PAGES = 200  # after which the log is written back: it stays below a MiB
 JOURNAL_BYTES = 1 << 20
+FOREIGN = -1  # truth of a record of another secret, of which nothing is known but its head's bytes and its size
 
 _SCHEMA = """
 CREATE TABLE records(
@@ -105,6 +106,12 @@ def row_of(header: ChunkHeader, file: str, file_bytes: int, now_ns: int, hits: i
     return Row(0, header.record_id, content, truth, file, file_bytes, charged, now_ns, now_ns, hits, header.cost_s)
 
 
+def foreign_row(file: str, file_bytes: int, written_ns: int) -> Row:
+    """The row of a record that cannot be judged: found under no name, evicted like any other."""
+    charged = occupied_bytes(file_bytes)
+    return Row(0, b"foreign " + file.encode(), None, FOREIGN, file, file_bytes, charged, written_ns, written_ns, 0, 0.0)
+
+
 def truth_of(header: ChunkHeader) -> int:
     """Of two records of one identity the one with more of it stays, as `is_truer` says."""
     return 4 * int(header.lineage) + 2 * (header.source is None) + (header.session == DECLARED)
@@ -171,6 +178,11 @@ class DiskIndex:
         if found is not None and not isinstance(found[0], bytes):
             raise sqlite3.DatabaseError("a head in the index is malformed")
         return None if found is None else found[0]
+
+    def is_judged(self, tag: str) -> bool:
+        """Whether a secret has looked at all records of other secrets that are there."""
+        with self.read_lock:
+            return self._reader.execute("SELECT 1 FROM meta WHERE key = ?", (f"judged {tag}",)).fetchone() is not None
 
     def every_row(self) -> Iterator[Row]:
         """All rows, in pages, so that no lock is held while the caller works."""
@@ -336,6 +348,18 @@ class Writing:
         """Records that a wrong clock dated ahead would be the last to go: they count as used and written now."""
         self._connection.execute("UPDATE records SET used_ns = ? WHERE used_ns > ?", (now_ns, now_ns))
         self._connection.execute("UPDATE records SET written_ns = ? WHERE written_ns > ?", (now_ns, now_ns))
+
+    def set_judged(self, tag: str, *, anew: bool) -> None:
+        """Notes that a secret has looked at the records of others; with `anew` other secrets are to look again."""
+        if anew:
+            self._connection.execute("DELETE FROM meta WHERE key LIKE 'judged %'")
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, 1)", (f"judged {tag}",))
+
+    def foreign(self) -> list[tuple[Row, bytes]]:
+        """Records of other secrets, and their heads."""
+        query = "SELECT head FROM heads WHERE id = ?"
+        rows = self._rows("WHERE truth = ?", FOREIGN)
+        return [(row, head) for row in rows for (head,) in self._connection.execute(query, (row.id,))]
 
     def files(self) -> set[str]:
         """The files of all rows."""

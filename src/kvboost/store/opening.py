@@ -7,16 +7,22 @@ from kvboost.store.memory import MemoryTier
 from kvboost.store.tier import Tier
 from kvboost.store.tiered import TieredStore
 
+LEAST_QUEUE_BYTES = 16 << 20  # where there are lasting tiers
+
 
 def open_store(settings: Settings, memory_bytes: int) -> TieredStore:
     """Makes every tier that is set. Raises `SettingsError` for what cannot be honoured, never for a tier that is down.
 
-    `memory_bytes` holds for the memory tier and the write queue together.
+    `memory_bytes` holds for the memory tier and the write queue together. Where there are lasting tiers, a small budget
+    is exceeded by a queue of `LEAST_QUEUE_BYTES`: without one nothing would reach them.
     """
     lasting = lasting_tiers(settings)
-    queue_bytes = min(settings.write_queue_bytes, memory_bytes // (8 if lasting else 32))
+    share_bytes = memory_bytes // (8 if lasting else 32)
+    queue_bytes = min(settings.write_queue_bytes, max(share_bytes, LEAST_QUEUE_BYTES if lasting else 0))
     memory = MemoryTier(
-        memory_bytes - queue_bytes, max_variants=settings.max_variants, namespace_bytes=settings.namespace_bytes
+        memory_bytes - min(queue_bytes, share_bytes),
+        max_variants=settings.max_variants,
+        namespace_bytes=settings.namespace_bytes,
     )
     return TieredStore([memory, *lasting], queue_bytes=queue_bytes)
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from kvboost.errors import DamagedRecord, InputError, SettingsError
+from kvboost.errors import DamagedRecord, ForeignRecord, InputError, SettingsError
 from kvboost.types import NO_SESSION, ChunkHeader, ChunkKey, ChunkKV, Int32Array, LayerKV, Lineage, Link, PackedKV
 
 FORMAT_VERSION = 1
@@ -65,6 +65,11 @@ class Seal:
         self._mac_key = _derive(secret, "kvboost record seal v1") if secret else None
         self._cipher_key = _derive(secret, "kvboost record encryption v1")
         self.flags = (KEYED if secret else 0) | (ENCRYPTED if encrypt else 0)
+
+    @property
+    def tag(self) -> str:
+        """Tells secrets apart, and nothing of them."""
+        return self.digest(b"tag").hex()[:16]
 
     def digest(self, *parts: Buffer) -> bytes:
         """The seal of bytes given in parts. 32 bytes."""
@@ -109,7 +114,8 @@ def pack(record: ChunkKV, seal: Seal) -> bytes:
 def unpack(data: Buffer, seal: Seal) -> ChunkKV:
     """The record that `pack` was given. Tensors lie in `data` if it is writable and not encrypted, else in a copy.
 
-    Raises `DamagedRecord` for anything that is not exactly what was packed.
+    Raises `DamagedRecord` for anything that is not exactly what was packed; `ForeignRecord` where another seal may
+    think otherwise.
     """
     view = memoryview(data).cast("B")
     head = head_of(view)
@@ -200,16 +206,19 @@ def _sealed_head(header: ChunkHeader, payload: Mapping[str, Any] | None, salt: b
 
 def _opened_head(view: memoryview, seal: Seal) -> tuple[ChunkHeader, Mapping[str, Any] | None, _Prefix]:
     prefix = _Prefix.of(view)
-    if (prefix.flags ^ seal.flags) & KEYED:
-        has, given = ("a", "none was given") if prefix.flags & KEYED else ("no", "one was given")
-        raise DamagedRecord(f"the record was sealed with {has} secret, and {given}")
-    body = view[_ENVELOPE_BYTES:]
-    if not hmac.compare_digest(seal.digest(view[: _PREFIX.size], body), view[_PREFIX.size : _ENVELOPE_BYTES]):
-        raise DamagedRecord("the record's seal does not match: it is damaged, forged or of another secret")
+    body, keyed = view[_ENVELOPE_BYTES:], bool(prefix.flags & KEYED)
+    if keyed and not seal.flags & KEYED:
+        raise ForeignRecord("the record was sealed with a secret, and none was given")
+    opener = seal if keyed == bool(seal.flags & KEYED) else Seal()
+    if not hmac.compare_digest(opener.digest(view[: _PREFIX.size], body), view[_PREFIX.size : _ENVELOPE_BYTES]):
+        unmatched = "the record's seal does not match: it is damaged"
+        raise ForeignRecord(f"{unmatched}, forged or of another secret") if keyed else DamagedRecord(unmatched)
+    if seal.flags & KEYED and not keyed:
+        raise ForeignRecord("the record was sealed with no secret, and one was given")
     text = bytes(body)
     if prefix.flags & ENCRYPTED:
         if not _can_encrypt():
-            raise DamagedRecord("the record is encrypted, which needs the package cryptography")
+            raise ForeignRecord("the record is encrypted, which needs the package cryptography")
         text = bytes(seal.decrypted(body, prefix.salt, _HEAD))
     with _damage("head"):
         head = json.loads(text)

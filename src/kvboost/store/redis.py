@@ -41,6 +41,7 @@ TOUCH_S = 60.0  # a record's use is told to the server at most this often
 NAME_BYTES = 200  # what an entry of a name takes on the server, about
 MAX_RECORD_BYTES = 500 << 20  # a value of Redis holds 512 MiB
 PAGE = 256  # records deleted in one step
+MAX_OWED = 4096  # deletions by id that are remembered while the server is away
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class RedisTier:
         self._headers: Recent[ChunkHeader] = Recent(HEADERS_KEPT, HEADERS_KEPT_S)
         self._touched: Recent[None] = Recent(1 << 16, touch_s)
         self._largest_bytes = 0  # of the records read
-        self._owed: list[tuple[Sequence[bytes] | None]] = []  # deletions not carried out; None: of everything
+        self._owed: list[tuple[bytes | None]] = []  # deletions not carried out, each its own; None: of everything
         self._lock = threading.Lock()
         renew_lock_in_forks(self)
 
@@ -148,12 +149,19 @@ class RedisTier:
         return written
 
     def delete(self, record_ids: Sequence[bytes] | None = None) -> int:
-        """See `Tier.delete`. What an unreachable server still holds is deleted before it is used again."""
+        """See `Tier.delete`. What an unreachable server still holds is deleted before it is used again.
+
+        Of more than `MAX_OWED` such records the oldest are given up, and counted as `undeleted`: they may be served
+        again. That everything is to go is never forgotten.
+        """
         self._headers.forget(record_ids)
         self._touched.forget(record_ids)
         with self._lock:
-            self._owed.append((record_ids,))
-        return self._pay() or 0
+            self._owed += [(i,) for i in ((None,) if record_ids is None else record_ids)]
+        deleted = self._pay()
+        if deleted is None:
+            self._bound_owed()
+        return deleted or 0
 
     def stats(self) -> TierStats:
         """See `Tier.stats`; `bytes_limit` is 0 if only the server sets one. An unreachable server shows no entries."""
@@ -284,13 +292,23 @@ class RedisTier:
         """Carries out the deletions that are owed; how many records went, or `None` if they are still owed."""
         with self._lock:
             owed = list(self._owed)
-        named = dict.fromkeys(i for (record_ids,) in owed if record_ids is not None for i in record_ids)
-        everything = any(record_ids is None for (record_ids,) in owed)
-        deleted = self._delete_all() if everything else self._delete_named(list(named))
+        named = list(dict.fromkeys(i for (i,) in owed if i is not None))
+        deleted = self._delete_all() if (None,) in owed else self._delete_named(named)
         if deleted is not None:
+            paid = set(map(id, owed))  # not what was deleted once more meanwhile
             with self._lock:
-                self._owed = [o for o in self._owed if all(o is not done for done in owed)]
+                self._owed = [o for o in self._owed if id(o) not in paid]
         return deleted
+
+    def _bound_owed(self) -> None:
+        """Forgets the oldest deletions by id; all of them without loss where everything is to go anyway."""
+        with self._lock:
+            named = [o for o in self._owed if o[0] is not None]
+            everything = [o for o in self._owed if o[0] is None][-1:]
+            kept = [] if everything else named[-MAX_OWED:]
+            self._owed = everything + kept
+        for _ in range(0 if everything else len(named) - len(kept)):
+            self._line.note("undeleted", f"more than {MAX_OWED} records are to be deleted from a server that is away")
 
     def _delete_named(self, record_ids: Sequence[bytes]) -> int | None:
         deleted = 0

@@ -125,6 +125,15 @@ class TieredStore:
         self.delete(doomed)
         return len(doomed)
 
+    def reject(self, misfits: Mapping[bytes, str]) -> None:
+        """Deletes records that can never be served although they are sound, by id with the reason; counts `misfit`."""
+        logger.warning(
+            "%d records are removed, they are not of this model: %s", len(misfits), next(iter(misfits.values()))
+        )
+        with self._lock:
+            self._errors["misfit"] += len(misfits)
+        self.delete(list(misfits))
+
     def pin(self, record_ids: Iterable[bytes]) -> int:
         """Keeps records in memory until they are deleted; returns how many it found there."""
         return self._memory.pin(record_ids) if self._memory is not None else 0
