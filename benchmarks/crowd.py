@@ -3,8 +3,8 @@
     kvboost bench crowd [--clients 1 4 16] [--new-tokens 128] [--prompt-tokens 200] [--rounds 3]
 
 Every client asks one prompt of its own, greedily, and nothing of it is cached; the time is from the first submission to
-the last token, prefills included. The numbers of clients alternate in one process. Each answer is compared with the same
-prompt's answer alone. Ends with one JSON line.
+the last token, prefills included. The numbers of clients alternate in one process. Each answer is compared with that to
+the same prompt alone. Ends with one JSON line.
 """
 
 from __future__ import annotations
