@@ -56,9 +56,7 @@ def make_records(
     for segment in _through(plan, num_rows):
         if segment.kind is Kind.FRESH or _is_declared_now(segment, sequence, sources):
             start = segment.span.start
-            if (
-                segment.span.stop == num_rows and sequence.session != DECLARED
-            ):  # the tail: an earlier request may have generated the same
+            if segment.span.stop == num_rows:  # the tail: an earlier request may have generated the same
                 start = max(start, known_until(sequence, find, start, num_rows, lineage))
             pieces = cut(sequence.chunks, start, segment.span.stop)
             headers = [own_header(sequence, piece, lineage, row_s * len(piece)) for piece in pieces]

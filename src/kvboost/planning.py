@@ -178,9 +178,16 @@ def make_plan(prompt: Prompt, find: Find, limits: Limits) -> ReusePlan:
 
 
 def known_until(sequence: Prompt, find: Find, start: int, stop: int, least: Lineage) -> int:
-    """How far rows with the sequence's own history and at least this lineage are stored, from `start` on."""
-    parts = _walk(sequence, _Index(find), stop, least)
-    return max(start, parts[-1].span.stop) if parts else start
+    """How far rows with the sequence's own history and at least this lineage are stored, from `start` on.
+
+    For declared text only declared records count: what was somebody's own is stored once more.
+    """
+    at, declared = start, sequence.session == DECLARED
+    for part in _walk(sequence, _Index(find), stop, least):
+        if part.span.stop > start and declared and part.header.session != DECLARED:
+            break
+        at = max(at, part.span.stop)
+    return at
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
