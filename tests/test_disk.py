@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -320,3 +322,24 @@ def test_looking_with_another_secret_shows_damage_and_removes_nothing(tiers: Any
     assert [r.header for r in stranger.records()] == [None]
     stranger.close()
     assert held(tiers(), [1]) == [1]
+
+
+def test_a_process_that_ends_without_closing_has_noted_what_it_used(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    program = """
+import sys
+from test_store import record
+from kvboost.store import DiskTier
+from kvboost.store.records import Seal
+tier = DiskTier(sys.argv[1], 1 << 26, Seal())
+tier.put_many([record(1)])
+with tier.get_many([record(1).header.record_id]) as lease:
+    assert lease.records
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    tier = DiskTier(tmp_path, 1 << 26, Seal())
+    assert [r.hits for r in tier.records()] == [1]
+    tier.close()

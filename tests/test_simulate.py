@@ -345,7 +345,7 @@ def test_the_report_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run(log, "--report", str(tmp_path / "out"), "--budgets", "50")
     assert result.exit_code == 2
-    assert 'pip install "kvboost[bench]"' in result.stderr
+    assert 'pip install ".[bench]"' in result.stderr
     assert run(log, "--budgets", "50").exit_code == 0
 
 

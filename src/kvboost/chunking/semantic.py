@@ -28,7 +28,7 @@ from kvboost.types import Int32Array, Span
 Vectors = npt.NDArray[np.float32]
 Embedder = Callable[[list[str]], Vectors]  # m sentences -> [m, d]
 
-INSTALL = "pip install 'kvboost[semantic]'"
+INSTALL = "pip install '.[semantic]' in the checkout"
 CACHED_SENTENCES = 8192  # 12 MB of MiniLM vectors
 SENTENCE_TOKENS = 64  # of a sentence that are read: enough to tell its topic, and a line of JSON is no sentence
 SENTENCES_COMPARED = 2  # on each side of a cut: one alone is too noisy

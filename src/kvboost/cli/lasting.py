@@ -124,7 +124,7 @@ def _open_redis(url: str, prefix: str | None, seal: Seal) -> LastingTier:
     try:
         module = importlib.import_module("kvboost.store.redis")
     except ImportError as error:
-        raise InputError(f"Redis needs the package redis: pip install 'kvboost[redis]' ({error})") from None
+        raise InputError(f"Redis needs the package redis: pip install '.[redis]' in the checkout ({error})") from None
     options = {} if prefix is None else {"prefix": prefix}
     tier: LastingTier = module.RedisTier(url, seal, **options)
     return tier

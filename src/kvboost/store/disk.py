@@ -13,6 +13,7 @@ power loss may take the last seconds, and leave files that the seal refuses.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sqlite3
 import threading
@@ -513,3 +514,10 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _close_all() -> None:
+    """A process that ends notes which records it used. Queues in front of tiers are closed before (`writing.py`)."""
+    for tier in list(_tiers):
+        tier.close()

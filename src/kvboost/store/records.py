@@ -61,7 +61,7 @@ class Seal:
         if encrypt and not secret:
             raise SettingsError("records cannot be encrypted without a secret; set hash_secret")
         if encrypt and not _can_encrypt():
-            raise SettingsError("encrypted records need the package cryptography: pip install 'kvboost[encrypt]'")
+            raise SettingsError("encrypted records need the package cryptography: pip install '.[encrypt]'")
         self._mac_key = _derive(secret, "kvboost record seal v1") if secret else None
         self._cipher_key = _derive(secret, "kvboost record encryption v1")
         self.flags = (KEYED if secret else 0) | (ENCRYPTED if encrypt else 0)

@@ -14,7 +14,7 @@ from kvboost.store.trouble import Trouble
 if TYPE_CHECKING:
     import redis
 
-INSTALL = "pip install 'kvboost[redis]'"
+INSTALL = "pip install '.[redis]' in the checkout"
 PEER_FAILED = frozenset({"timeout", "unreachable", "refused"})  # open the breaker; the others concern one call
 T = TypeVar("T")
 
