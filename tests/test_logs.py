@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -191,3 +192,16 @@ def test_stages_stand_one_behind_the_other_and_cover_the_request() -> None:
 
 def test_without_a_tracer_set_up_nothing_is_emitted_and_nothing_fails() -> None:
     assert trace_request(REPORT, request_id="r", started_at_s=1, ended_at_s=2)
+
+
+def test_a_server_logs_what_other_commands_keep_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("kvboost").setLevel(logging.ERROR)  # as `silence_libraries` does for every command
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        configure_logging("json", stream=sys.stderr)
+        log_request("a1", "stop")
+        assert json.loads(capsys.readouterr().err)["request_id"] == "a1"
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
