@@ -17,7 +17,7 @@ from kvboost.store.tier import MAX_LISTED, Lease, StoredRecord, TierStats, is_tr
 from kvboost.store.tuning import Tuner
 from kvboost.types import ChunkHeader, ChunkKV
 
-TRIM_BYTES = 8 << 20  # evicted bytes after which free pages go back; a trim costs some milliseconds
+TRIM_BYTES = 8 << 20  # freed bytes after which free pages go back; a trim costs some milliseconds
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class MemoryTier:
         self._successors: dict[bytes, ChunkKV] = {}  # compacted while leased
         self._bytes_used = 0
         self._namespace_used: Counter[bytes] = Counter()
-        self._freed_bytes = 0  # by evictions since free pages were last returned
+        self._freed_bytes = 0  # by evictions and refusals since free pages were last returned
         self._evictions: Counter[str] = Counter()
 
     def find(self, names: Sequence[bytes]) -> dict[bytes, list[ChunkHeader]]:
@@ -84,6 +84,7 @@ class MemoryTier:
                 floor = floor if child is not None and _continues(child, record.header) else -math.inf
                 kept, floor = self._put(record, floor)
                 written += record.num_rows if kept else 0
+                self._freed_bytes += 0 if kept else record.num_bytes  # its tensors are free as soon as it is refused
                 child = record.header
             trim = self._freed_bytes >= TRIM_BYTES
             if trim:
