@@ -15,7 +15,8 @@ import torch
 
 from kvboost.store.disk import INDEX_BYTES, DiskTier
 from kvboost.store.records import Seal
-from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, LayerKV, Lineage
+from kvboost.types import ChunkKV, LayerKV, Lineage
+from stored import header
 
 SECRET = "a secret"
 LARGE = 1 << 30
@@ -27,18 +28,8 @@ def record(
     number: int, *, content: int | None = None, width: int = 16, lineage: Lineage = Lineage.BIT_EXACT, cost_s: float = 0
 ) -> ChunkKV:
     """A record whose bytes follow from `number` and its lineage; its payload has `256 * width` bytes."""
-    text = (number if content is None else content).to_bytes(4, "big")
-    header = ChunkHeader(
-        ChunkKey(b"content" + text, b"prefix" + number.to_bytes(4, "big")),
-        b"parent" + number.to_bytes(4, "big"),
-        40,
-        np.full(ROWS, number, np.int32),
-        lineage,
-        anchors={b"anchor" + text: 3},
-        cost_s=cost_s,
-    )
     keys = torch.full((2, 2, ROWS, width), number + int(lineage) / 4)
-    return ChunkKV(header, (LayerKV(keys, -keys),))
+    return ChunkKV(header(number, content, ROWS, lineage, cost_s), (LayerKV(keys, -keys),))
 
 
 def identity(number: int) -> bytes:

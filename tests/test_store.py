@@ -20,7 +20,8 @@ from kvboost.store import DiskTier, MemoryTier, Tier, TieredStore
 from kvboost.store.disk import INDEX_BYTES
 from kvboost.store.records import Seal
 from kvboost.store.redis import RedisTier
-from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, LayerKV, Lineage
+from kvboost.types import ChunkKV, LayerKV, Lineage
+from stored import header
 
 MakeTier = Callable[[int], Tier]
 prefixes = count()
@@ -100,16 +101,8 @@ def record(
     number: int, *, content: int | None = None, size: int = 8, lineage: Lineage = Lineage.BIT_EXACT, fill: float = 0.0
 ) -> ChunkKV:
     """A record of `size` tokens whose identity is `number`; equal `content` means equal text."""
-    text = (number if content is None else content).to_bytes(4, "big")
-    header = ChunkHeader(
-        ChunkKey(b"content" + text, b"prefix" + number.to_bytes(4, "big")),
-        b"parent" + number.to_bytes(4, "big"),
-        40,
-        np.full(size, number, np.int32),
-        lineage,
-        anchors={b"anchor" + text: 3},
-    )
-    return ChunkKV(header, (LayerKV(torch.full((2, 1, size, 4), fill), torch.zeros(2, 1, size, 4)),))
+    payload = LayerKV(torch.full((2, 1, size, 4), fill), torch.zeros(2, 1, size, 4))
+    return ChunkKV(header(number, content, size, lineage), (payload,))
 
 
 def holds(tier: Tier, number: int) -> bool:

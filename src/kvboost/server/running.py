@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,6 @@ from kvboost.config import Settings
 from kvboost.server.errors import DO_NOT_RETRY, ApiError
 from kvboost.serving import Job, Piece, Token
 from kvboost.types import ReuseReport
-
-logger = logging.getLogger("kvboost.server")
 
 Observer = Callable[[Job, Piece], None]  # hears of every job that has ended, with its last piece
 
@@ -106,10 +103,8 @@ class Run:
             await self.aclose()
 
     def _note(self, index: int, piece: Piece) -> None:
-        if piece.finish_reason is not None:
-            _log(self._jobs[index], piece)
-            if self._observe is not None:
-                self._observe(self._jobs[index], piece)
+        if piece.finish_reason is not None and self._observe is not None:
+            self._observe(self._jobs[index], piece)
         self.answers[index].add(piece)
 
     def usage(self) -> dict[str, Any]:
@@ -133,10 +128,3 @@ class Run:
                 "fallback": report.fallback,
             },
         }
-
-
-def _log(job: Job, piece: Piece) -> None:
-    """One line per job, without a word of what was said."""
-    report = piece.report or ReuseReport(len(job.input_ids))
-    told = (job.request_id, piece.finish_reason, report.prompt_tokens, report.reused_tokens, report.ttft_s)
-    logger.info("request %s: %s, %d prompt tokens, %d reused, first token after %.3f s", *told)
