@@ -258,7 +258,7 @@ def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPat
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_redis)
-    with pytest.raises(SettingsError, match=r"pip install 'kvboost\[redis\]'"):
+    with pytest.raises(SettingsError, match=r"pip install '.\[redis\]'"):
         RedisTier("redis://127.0.0.1", Seal())
 
 
