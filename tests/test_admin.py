@@ -12,10 +12,11 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from families import build
 from kvboost import KVBoost, SettingsError
 from kvboost.hf.loading import load_model
 from kvboost.metrics import Metrics
-from kvboost.server.admin import MAX_BODY_BYTES, make_admin_app
+from kvboost.server.admin import MAX_BODY_BYTES, make_admin_app, settings_in_force
 from kvboost.server.guard import is_loopback
 from kvboost.server.xray import RequestRing
 from scenario import SMALL
@@ -145,6 +146,13 @@ def test_a_body_that_is_no_object_is_refused(admin: TestClient, content: bytes) 
     assert response.json()["error"]["message"]
 
 
+def test_a_body_of_unknown_type_is_told_the_header_that_it_lacks(admin: TestClient) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl sends with -d
+    response = admin.post("/admin/settings", content=b'{"fidelity": "exact"}', headers=form)
+    assert response.status_code == 400
+    assert "content-type: application/json" in response.json()["error"]["message"]
+
+
 def test_numbers_that_are_none_are_refused(kv: KVBoost, admin: TestClient) -> None:
     for value in ("NaN", "1e999", "-1"):
         body = f'{{"risk_bound": {value}, "shadow_share": {value}}}'
@@ -154,10 +162,15 @@ def test_numbers_that_are_none_are_refused(kv: KVBoost, admin: TestClient) -> No
     assert kv.live.status().admin == {}
 
 
-def test_secrets_are_masked(admin: TestClient) -> None:
-    shown = post(admin, "/admin/settings", hash_secret="t0psecret")
-    assert shown["overrides"] == ["hash_secret"]
-    assert "t0psecret" not in json.dumps(shown)
+def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_HASH_SECRET", "t0psecret")
+    with KVBoost(build("llama")) as kv:
+        shown = settings_in_force(kv)
+        assert shown["settings"]["hash_secret"]["origin"] == "environment"
+        assert "t0psecret" not in json.dumps(shown)
+        with pytest.raises(SettingsError, match="hash_secret is read when the engine is made") as raised:
+            kv.live.set({"hash_secret": "an0ther"})
+        assert "an0ther" not in str(raised.value)
 
 
 def test_an_unknown_override_cannot_be_taken_back(admin: TestClient) -> None:

@@ -431,7 +431,7 @@ def test_schema_knows_the_settings_that_a_running_server_can_change(chart: helm_
     assert schema is not None
     named = set(schema["properties"]["settings"]["propertyNames"]["enum"])
     per_request = {"cache_salt", "chunk_boundaries", "session"}
-    live = set(Settings.model_fields) - FIXED - per_request - {"hash_secret", "settings_file"}
+    live = set(Settings.model_fields) - FIXED - per_request
     planned = {"enabled_share", "share_moved"}  # of the server
     assert named == {f"KVBOOST_{name.upper()}" for name in live | planned}
 

@@ -83,6 +83,19 @@ def test_a_greedy_answer_is_the_one_of_generate(family: Family) -> None:
     assert [p.finish_reason for p in pieces[:-1]] == [None] * 8
 
 
+def test_a_report_tells_when_the_first_and_the_last_token_came() -> None:
+    began = time.perf_counter()
+    [pieces] = served(engine(build("llama")), job(prompt()))
+    past_s = time.perf_counter() - began
+    report = pieces[-1].report
+    assert report is not None
+    assert report.ttft_s > 0
+    assert report.decode_s > 0
+    assert report.ttft_s + report.decode_s < past_s
+    out = engine(build("llama")).generate(prompt(), max_new_tokens=8, disable=True)
+    assert out.report.decode_s > 0
+
+
 def test_a_crowd_of_different_prompts_gives_the_answers_of_each_alone() -> None:
     model = build("llama")
     prompts = [random_ids(n, seed=n) for n in (2, 9, 31, 47, 64, 100, 150, 255)]

@@ -35,6 +35,7 @@ FIXED = frozenset(  # settings that an engine reads once, when it is made
         "encrypt",
         "write_queue_bytes",
         "settings_file",
+        "hash_secret",
     }
 )
 

@@ -332,10 +332,11 @@ class KVBoost:
             ttft_s = first_token_at - started
             spent = prefilled.report
             computed_s = ttft_s - spent.lookup_s - spent.load_s - spent.shift_s - spent.select_s
+            decode_s = time.perf_counter() - first_token_at
             report = self._finish(prefilled, generation.sequences(output)[:1], settings, ttft_s, computed_s)
         checked = prefilled.drawn_logits
         shadow = None if checked is None else self.shadow.offer(input_ids, checked, bound(settings))
-        return _Served(output, report, prefilled.filled.plan, shadow)
+        return _Served(output, replace(report, decode_s=decode_s), prefilled.filled.plan, shadow)
 
     # --- one request whose forwards somebody else shares out: `kvboost.serving` --------------------------------------
 
@@ -365,8 +366,10 @@ class KVBoost:
 
         Without `first_token_at` the request was given up: what was computed is stored, and nothing is counted.
         """
+        decode_s = 0.0 if first_token_at is None else time.perf_counter() - first_token_at
         try:
-            return self._close_request(opened, torch.tensor([list(ids)]), first_token_at)
+            report = self._close_request(opened, torch.tensor([list(ids)]), first_token_at)
+            return replace(report, decode_s=decode_s)
         finally:
             self._in_flight.__exit__(None, None, None)
 
@@ -428,9 +431,10 @@ class KVBoost:
                     "the cache gave its own back; shorten it, or lower cache_bytes"
                 ) from error
             raise
-        report = ReuseReport(size, fresh_tokens=size, fallback=reason)
-        ttft_s = (clock.first_token_at or time.perf_counter()) - started
-        return _Served(output, replace(report, ttft_s=ttft_s), ReusePlan.nothing(size))
+        ended = time.perf_counter()
+        first_token_at = clock.first_token_at or ended
+        times = {"ttft_s": first_token_at - started, "decode_s": ended - first_token_at}
+        return _Served(output, ReuseReport(size, fresh_tokens=size, fallback=reason, **times), ReusePlan.nothing(size))
 
     def _refusal(self, settings: Settings, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache does not serve this request, or None."""

@@ -260,6 +260,7 @@ class ReuseReport:
     prefill_s: float = 0.0  # the selective forward; a stock prefill is inside `ttft_s`
     capture_s: float = 0.0  # storing the new rows, after the answer
     ttft_s: float = 0.0  # from the call to the first token
+    decode_s: float = 0.0  # from the first token to the last
     fallback: str | None = None  # why (a part of) the cache was not used
 
     @classmethod

@@ -34,7 +34,7 @@ def open_engine(model: str | None, dtype: str = "auto", **flags: Any) -> KVBoost
     with step("starting torch and transformers") as tell:
         from kvboost.engine import KVBoost
 
-        source = model or str(_cached_on_hub() or _embedded(tell))
+        source = _source(model, tell)
         tell(f"loading and checking {model or Path(source).name}")
         kv = KVBoost.from_pretrained(source, dtype=dtype, **flags)
     for warning in kv.support.warnings:
@@ -70,6 +70,13 @@ def _read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"cannot read {str(path)!r}: {reason}") from None
+
+
+def _source(model: str | None, tell: Any) -> str:
+    """The model asked for, else the small one; that is also meant by the name that the help gives it."""
+    if model and (model != Path(HUB_NAME).name or Path(model).exists()):
+        return model
+    return str(_cached_on_hub() or _embedded(tell))
 
 
 def _cached_on_hub() -> Path | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
     from kvboost.serving.scheduler import Scheduler
 
 FLUSH_S = 60.0
-
-
-class LogFormat(str, Enum):
-    """How lines of the log look."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +85,8 @@ def run(
         int, typer.Option(metavar="N", min=0, help="Keep the last N prompts for the administrators' X-ray.")
     ] = 0,
     log_format: Annotated[
-        LogFormat, typer.Option(metavar="text|json", help="One line per event: for people, or JSON.")
-    ] = LogFormat.TEXT,
+        Literal["text", "json"], typer.Option(metavar="text|json", help="One line per event: for people, or JSON.")
+    ] = "text",
 ) -> None:
     """Serve a model by HTTP until SIGTERM or Ctrl-C, then answer what was accepted and leave.
 
@@ -105,7 +97,7 @@ def run(
     from kvboost.logs import configure_logging
     from kvboost.server import ServerOptions
 
-    configure_logging(log_format.value)
+    configure_logging(log_format)
     options = ServerOptions(
         model_name or Path(model or HUB_NAME).name,
         api_keys=api_keys,

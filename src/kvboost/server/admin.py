@@ -203,4 +203,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _malformed(request: Request, error: Exception) -> Response:
     first = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": str(error)}
     names = [str(part) for part in first["loc"][1:]]
+    if "json" not in request.headers.get("content-type", "") and not names and request.method == "POST":
+        return error_response(400, "send the body as JSON, with the header `content-type: application/json`")
     return error_response(400, f"{'.'.join(names) or 'the body'}: {first['msg']}", ".".join(names) or None)
