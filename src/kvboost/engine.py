@@ -433,8 +433,14 @@ class KVBoost:
             raise
         ended = time.perf_counter()
         first_token_at = clock.first_token_at or ended
-        times = {"ttft_s": first_token_at - started, "decode_s": ended - first_token_at}
-        return _Served(output, ReuseReport(size, fresh_tokens=size, fallback=reason, **times), ReusePlan.nothing(size))
+        report = ReuseReport(
+            size,
+            fresh_tokens=size,
+            fallback=reason,
+            ttft_s=first_token_at - started,
+            decode_s=ended - first_token_at,
+        )
+        return _Served(output, report, ReusePlan.nothing(size))
 
     def _refusal(self, settings: Settings, input_ids: Any, kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache does not serve this request, or None."""
