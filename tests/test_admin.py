@@ -33,6 +33,7 @@ EVERYTHING = [
     ("POST", "/admin/cache/warm"),
     ("POST", "/admin/invalidate"),
     ("POST", "/admin/shadow/resume"),
+    ("GET", "/admin/overview"),
     ("GET", "/admin/requests"),
     ("GET", "/admin/requests/r1"),
     ("GET", "/admin/xray?text=x"),

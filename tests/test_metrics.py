@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from families import build, build_fresh
 from kvboost import KVBoost
-from kvboost.metrics import METRICS, Metrics, configured_recompute_ratio
+from kvboost.metrics import METRICS, RECENT, Metrics, configured_recompute_ratio
 from kvboost.serving import ServiceStats
 from kvboost.types import ReuseReport
 from scenario import DOCUMENTS, engine, greedy, join, prompt
@@ -247,6 +247,15 @@ def test_times_go_into_histograms_in_seconds(kv: KVBoost) -> None:
     assert found["kvboost_ttft_seconds_sum", ()] == pytest.approx(100.32)
     assert found["kvboost_ttft_seconds_bucket", ("0.025",)] == 1
     assert found["kvboost_prefill_seconds_sum", ()] == pytest.approx(50.16)
+
+
+def test_the_latest_requests_are_known_one_by_one(kv: KVBoost) -> None:
+    metrics = Metrics(kv, model="m")
+    for number in range(1, RECENT + 11):
+        metrics.observe(ReuseReport(10, fresh_tokens=10, ttft_s=number))
+    metrics.observe(ReuseReport(10, fresh_tokens=10))  # given up before its first token
+    assert [report.ttft_s for _, report in metrics.recent(60)] == list(range(11, RECENT + 11))
+    assert metrics.recent(-1) == []
 
 
 def test_the_registry_is_our_own_and_the_scraper_may_choose_a_format(kv: KVBoost) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +38,7 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0
 EVICTION_REASONS = ("importance_low", "quota", "ttl", "oom", "invalidated")
 OUTCOMES = ("stop", "length", "eos", "deadline", "cancelled", "failed", "refused")
 SOURCES = ("exact", "continued", "moved", "repaired", "fresh")
+RECENT = 500  # requests of which the report is kept, for those who look at single ones
 TIER_ERRORS: Mapping[str, Sequence[str]] = {  # that are told while they are zero: a first one is an increase then
     "memory": ("raised", "encode_failed", "write_failed", "queue_full"),
     "disk": ("damaged", "missing", "full", "permission", "io", "index"),
@@ -118,6 +121,10 @@ class Metrics:
         self, kv: KVBoost, *, model: str, service_stats: Callable[[], ServiceStats] | None = None, process: bool = True
     ) -> None:
         """`model` is the served name, a label. With `process`, memory and CPU time of the process are told too."""
+        self.model = model
+        self._service_stats = service_stats
+        self._recent: deque[tuple[float, ReuseReport]] = deque(maxlen=RECENT)
+        self._recent_lock = threading.Lock()
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector(kv, model, service_stats)
         self._registry.register(self._engine)
@@ -130,6 +137,22 @@ class Metrics:
         """Adds the times of a request that has ended."""
         self._ttft.observe(report.ttft_s)
         self._prefill.observe(report.prefill_s)
+        if report.ttft_s > 0:  # one that was given up before has no first token
+            with self._recent_lock:
+                self._recent.append((time.time(), report))
+
+    def recent(self, within_s: float) -> list[tuple[float, ReuseReport]]:
+        """Requests with a first token that ended in the last `within_s`: Unix time and report, the latest last.
+
+        At most `RECENT` are kept.
+        """
+        since_s = time.time() - within_s
+        with self._recent_lock:
+            return [(at_s, report) for at_s, report in self._recent if at_s >= since_s]
+
+    def service_stats(self) -> ServiceStats | None:
+        """What the service in front of the engine says of itself; None without one."""
+        return self._service_stats() if self._service_stats is not None else None
 
     def rebind(self, kv: KVBoost) -> None:
         """Goes on with another engine; what the former counted stays in the sums."""
@@ -188,9 +211,7 @@ class _EngineCollector(Collector):
         stats = self._kv.stats.snapshot()
         for strategy, count in _with_zeros(stats.chunk_hits, ("exact", "continued")).items():
             yield "kvboost_cache_hits_total", (self._model, strategy), count
-        served_moved = stats.tokens["moved"] - stats.tokens["repaired"]
-        for source in SOURCES:
-            count = served_moved if source == "moved" else stats.tokens[source]
+        for source, count in by_source(stats.tokens).items():
             yield "kvboost_prompt_tokens_total", (source,), count
         for strategy, count in stats.repaired.items():
             yield "kvboost_recompute_tokens_total", (strategy,), count
@@ -292,6 +313,12 @@ def _all_or_nothing(source: Callable[[], Iterator[Sample]]) -> list[Sample]:
     except Exception:
         logger.exception("some metrics cannot be read (%s)", source.__name__)
         return []
+
+
+def by_source(tokens: Mapping[str, int]) -> dict[str, int]:
+    """Tokens by kind and `repaired`, a part of `moved`, as sources that sum to all of them."""
+    counts = {source: tokens.get(source, 0) for source in SOURCES}
+    return {**counts, "moved": counts["moved"] - counts["repaired"]}
 
 
 def configured_recompute_ratio(settings: Settings) -> float:

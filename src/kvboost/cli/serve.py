@@ -144,16 +144,24 @@ def _apps(kv: KVBoost, service: Scheduler, options: ServerOptions, where: Listen
     from kvboost.server.admin import make_admin_app
     from kvboost.server.app import make_metrics_app
     from kvboost.server.observing import Observing
+    from kvboost.server.tenants import Caller
     from kvboost.server.xray import RequestRing
 
     metrics, ring = Metrics(kv, model=options.model_name, service_stats=service.stats), RequestRing(where.admin.keep)
     shared = metrics.expose if where.metrics_port is None else None
-    yield make_app(service, kv, options, observe=Observing(metrics, ring), expose=shared), where.port
+    app = make_app(service, kv, options, observe=Observing(metrics, ring), expose=shared)
+    yield app, where.port
     if where.metrics_port is not None:
         yield make_metrics_app(metrics.expose), where.metrics_port
     if where.admin.port is not None:
         admin = make_admin_app(
-            kv, metrics, token=where.admin.token, host=where.host, without_token=where.admin.open, ring=ring
+            kv,
+            metrics,
+            token=where.admin.token,
+            host=where.host,
+            without_token=where.admin.open,
+            ring=ring,
+            anyone={"session": app.state.backend.namespaces.session(Caller(), None, None)},
         )
         yield admin, where.admin.port
 

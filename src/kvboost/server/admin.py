@@ -5,14 +5,17 @@ GET  /admin/cache/stats                counters and tiers
 POST /admin/cache/clear  /warm         removes; computes a text before it is asked about
 POST /admin/invalidate                 after weights were changed
 POST /admin/shadow/resume              inexact reuse goes on
+GET  /admin/overview                   what the page shows, in one answer
 GET  /admin/requests[/ID]              the last requests, where the ring is switched on
 GET POST /admin/xray                   the plan of a pasted prompt; computes nothing
 GET  /metrics
+GET  /ui                               the page; it needs no token itself, all that it shows does
 """
 
 from __future__ import annotations
 
-import math
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -23,7 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvboost.engine import KVBoost
 from kvboost.errors import InputError, SettingsError
 from kvboost.metrics import Metrics
+from kvboost.server import ui
 from kvboost.server.guard import Guard, error_response, require_token
+from kvboost.server.overview import cache_stats, overview, without_nan
 from kvboost.server.xray import RequestRing, xray
 from kvboost.units import Seconds
 
@@ -56,11 +61,12 @@ class Warm(_Body):
 
 
 class Prompt(_Body):
-    """A prompt to look at: `text`, or chat `messages`."""
+    """A prompt to look at: `text`, or chat `messages`, as a request of this namespace and session would bring it."""
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     namespace: Namespace = None
+    session: Annotated[str | None, Field(description="The setting session that the request would have.")] = None
 
 
 def make_admin_app(
@@ -71,17 +77,22 @@ def make_admin_app(
     host: str = "127.0.0.1",
     without_token: bool = False,
     ring: RequestRing | None = None,
+    anyone: Mapping[str, str] | None = None,
 ) -> FastAPI:
-    """The app to serve on `host`. Raises `SettingsError` without a token, see `guard.require_token`."""
+    """The app to serve on `host`. Raises `SettingsError` without a token, see `guard.require_token`.
+
+    `anyone` are the settings of a request that brings neither key nor salt nor session: a pasted prompt has them.
+    """
     token = require_token(token, host, without_token=without_token)
     app = FastAPI(title="KVBoost admin", openapi_url=None)
-    app.add_middleware(Guard, token=token, max_body_bytes=MAX_BODY_BYTES)
+    app.add_middleware(Guard, token=token, max_body_bytes=MAX_BODY_BYTES, public={("GET", ui.PATH)})
     app.add_exception_handler(SettingsError, _refused)
     app.add_exception_handler(InputError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     _add_settings(app, kv)
     _add_cache(app, kv)
-    _add_xray(app, kv, ring if ring is not None else RequestRing())
+    _add_xray(app, kv, ring if ring is not None else RequestRing(), anyone or {})
+    _add_page(app, kv, metrics, token_needed=token is not None)
 
     @app.get("/metrics")
     def expose(request: Request) -> Response:
@@ -122,7 +133,7 @@ def _add_cache(app: FastAPI, kv: KVBoost) -> None:
 
     @app.post("/admin/cache/warm")
     def warm(what: Warm) -> dict[str, Any]:
-        return asdict(kv.warm(what.text, what.context, pin=what.pin, **_salt(what.namespace)))
+        return asdict(kv.warm(what.text, what.context, pin=what.pin, **_whose(what.namespace)))
 
     @app.post("/admin/invalidate")
     def invalidate() -> dict[str, int]:
@@ -134,12 +145,25 @@ def _add_cache(app: FastAPI, kv: KVBoost) -> None:
         return without_nan(asdict(kv.shadow.stats()))
 
 
-def _add_xray(app: FastAPI, kv: KVBoost, ring: RequestRing) -> None:
+def _add_page(app: FastAPI, kv: KVBoost, metrics: Metrics, *, token_needed: bool) -> None:
+    page = ui.make_page(token_needed=token_needed)
+
+    @app.get("/admin/overview")
+    def at_a_glance() -> dict[str, Any]:
+        return overview(kv, metrics)
+
+    @app.get(ui.PATH)
+    def show_page() -> Response:
+        return Response(page.body, headers=dict(page.headers))
+
+
+def _add_xray(app: FastAPI, kv: KVBoost, ring: RequestRing, anyone: Mapping[str, str]) -> None:
     @app.get("/admin/requests")
     def requests() -> dict[str, Any]:
-        return {"capacity": ring.capacity, "requests": [seen.summary() for seen in ring.latest()]}
+        listed = [seen.summary() for seen in ring.latest()]
+        return {"capacity": ring.capacity, "now_s": time.time(), "requests": listed}
 
-    @app.get("/admin/requests/{request_id}")
+    @app.get("/admin/requests/{request_id:path}")  # an id may hold slashes
     def request(request_id: str) -> Any:
         seen = ring.get(request_id)
         if seen is None:
@@ -148,14 +172,15 @@ def _add_xray(app: FastAPI, kv: KVBoost, ring: RequestRing) -> None:
         return {**seen.summary(), **xray(kv, seen.input_ids.tolist(), seen.plan)}
 
     @app.get("/admin/xray")
-    def of_text(text: str, namespace: str | None = None) -> dict[str, Any]:
-        return _xray_of(kv, text, namespace)
+    def of_text(text: str, namespace: str | None = None, session: str | None = None) -> dict[str, Any]:
+        return _xray_of(kv, text, {**anyone, **_whose(namespace, session)})
 
     @app.post("/admin/xray")
     def of_prompt(prompt: Prompt) -> Any:
         if (prompt.text is None) == (prompt.messages is None):
             return error_response(400, 'give "text" or "messages", and not both', "text")
-        return _xray_of(kv, prompt.text if prompt.text is not None else prompt.messages, prompt.namespace)
+        given = prompt.text if prompt.text is not None else prompt.messages
+        return _xray_of(kv, given, {**anyone, **_whose(prompt.namespace, prompt.session)})
 
 
 def settings_in_force(kv: KVBoost) -> dict[str, Any]:
@@ -167,33 +192,15 @@ def settings_in_force(kv: KVBoost) -> dict[str, Any]:
     return {**status, "overrides": overrides, "settings": listed}
 
 
-def cache_stats(kv: KVBoost) -> dict[str, Any]:
-    """Counters of the engine, and every tier."""
-    stats = kv.stats.snapshot()
-    return {
-        "requests": stats.requests,
-        "tokens": dict(stats.tokens),
-        "chunk_hits": dict(stats.chunk_hits),
-        "repaired": dict(stats.repaired),
-        "fallbacks": dict(stats.fallbacks),
-        "tiers": {name: asdict(tier) for name, tier in kv.store.stats_by_tier().items()},
-        "pending_bytes": kv.store.pending_bytes,
-        "shadow": without_nan(asdict(kv.shadow.stats())),
-    }
-
-
-def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as JSON can tell them: what was not measured is None."""
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
-
-
-def _xray_of(kv: KVBoost, prompt: Any, namespace: str | None) -> dict[str, Any]:
+def _xray_of(kv: KVBoost, prompt: Any, whose: Mapping[str, str]) -> dict[str, Any]:
     input_ids = kv.encode(prompt)
-    return xray(kv, input_ids, kv.plan(input_ids, **_salt(namespace)))
+    return xray(kv, input_ids, kv.plan(input_ids, **whose))
 
 
-def _salt(namespace: str | None) -> dict[str, str]:
-    return {} if namespace is None else {"cache_salt": namespace}
+def _whose(namespace: str | None, session: str | None = None) -> dict[str, str]:
+    """The settings that say whose a request is, as far as they are given."""
+    given = {"cache_salt": namespace, "session": session}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -25,7 +25,8 @@ class Observing:
         if last.report is None:
             return
         self.metrics.observe(last.report)
-        self.ring.add(job.request_id, job.input_ids, last.plan, last.report)
+        whose = {"namespace": job.settings.get("cache_salt", ""), "session": job.settings.get("session", "")}
+        self.ring.add(job.request_id, job.input_ids, last.plan, last.report, **whose)
         ended_at_s = time.time()
         started_at_s = ended_at_s - last.report.ttft_s - last.report.decode_s
         trace_request(last.report, request_id=job.request_id, started_at_s=started_at_s, ended_at_s=ended_at_s)

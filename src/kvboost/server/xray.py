@@ -33,13 +33,21 @@ class SeenRequest:
     input_ids: Int32Array  # [T]
     plan: ReusePlan
     report: ReuseReport
+    namespace: str = ""  # the settings cache_salt and session that it had
+    session: str = ""
 
     def summary(self) -> dict[str, Any]:
         """What may be listed without its text."""
         counts = asdict(self.report)
         told = ("prompt_tokens", "exact_tokens", "continued_tokens", "moved_tokens", "repaired_tokens", "fresh_tokens")
         times = ("ttft_s", "risk", "fallback")
-        return {"request_id": self.request_id, "at_s": self.at_s, **{name: counts[name] for name in (*told, *times)}}
+        whose = {"namespace": self.namespace, "session": self.session}
+        return {
+            "request_id": self.request_id,
+            "at_s": self.at_s,
+            **whose,
+            **{name: counts[name] for name in (*told, *times)},
+        }
 
 
 class RequestRing:
@@ -51,12 +59,20 @@ class RequestRing:
         self._seen: OrderedDict[str, SeenRequest] = OrderedDict()
 
     def add(
-        self, request_id: str, input_ids: Sequence[int], plan: ReusePlan | None, report: ReuseReport | None
+        self,
+        request_id: str,
+        input_ids: Sequence[int],
+        plan: ReusePlan | None,
+        report: ReuseReport | None,
+        *,
+        namespace: str = "",
+        session: str = "",
     ) -> None:
         """Keeps a request that has ended. One without plan or report was not answered and is left out."""
         if not self.capacity or plan is None or report is None or plan.num_tokens != len(input_ids):
             return
-        seen = SeenRequest(request_id, time.time(), np.asarray(input_ids, np.int32), plan, report)
+        ids = np.asarray(input_ids, np.int32)
+        seen = SeenRequest(request_id, time.time(), ids, plan, report, namespace, session)
         with self._lock:
             self._seen.pop(request_id, None)
             self._seen[request_id] = seen
