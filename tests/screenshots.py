@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from browser import Browser, Tab
 from kvboost import KVBoost
 from kvboost.demo.stories import load_stories
@@ -21,7 +23,7 @@ from server_run import open_service, post, serving
 from ui_site import apps
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-SETTINGS = {"share_moved": "session", "shadow_share": 0.5, "cache_bytes": 320 << 20, "disk_bytes": 4 << 30}
+SETTINGS = {"share_moved": "session", "shadow_share": 0.5, "cache_bytes": 200 << 20, "disk_bytes": 4 << 30}
 SHOWN = "logs-subset-new"  # tokens of all kinds
 
 
@@ -43,8 +45,7 @@ def ask(url: str, name: str, messages: list[Mapping[str, str]]) -> None:
 
 
 def photograph(tab: Tab, directory: Path) -> None:
-    tab.wait("$('ttft').querySelector('circle')")
-    tab.js("tick()")
+    tab.wait("tick().then(() => $('tiles').innerText.includes('1 / 8'))")  # while the last one runs
     tab.screenshot(directory / "ui-overview.png", "body")
 
 
@@ -53,13 +54,15 @@ def photograph_xray(tab: Tab, directory: Path) -> None:
     tab.wait("document.querySelectorAll('#kept button').length")
     tab.js(f"lookAtKept({SHOWN!r}, $('refresh'))")
     tab.wait("!$('result').hidden")
-    moved = "xray.parts.findIndex((part) => part.kind === 'moved' && part.repaired)"
+    moved = "xray.parts.find((part) => part.kind === 'moved' && part.length > 10).index"
+    tab.look(1280, 640)
     tab.js(f"select({moved}, true)")
-    tab.look(1280, 900)
     tab.screenshot(directory / "ui-xray.png", "#result")
     tab.look(390, 844, scale=1.5)
     tab.js(f"select({moved}, true), $('h-map').scrollIntoView()")
     tab.screenshot(directory / "ui-phone.png")
+    for picture in directory.glob("ui-*.png"):  # few colours, and small
+        Image.open(picture).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
 
 
 def main(directory: Path) -> None:
@@ -68,7 +71,7 @@ def main(directory: Path) -> None:
         settings = {**SETTINGS, "disk_directory": f"{scratch}/disk"}
         with KVBoost.from_pretrained(ensure(SMOLLM2), dtype="float32", **settings) as kv, open_service(kv) as service:
             api, admin = apps(kv, service, token=None, model="SmolLM2-135M-Instruct")
-            with serving(api) as url, serving(admin) as admin_url, ThreadPoolExecutor(2) as clients:
+            with serving(api) as url, serving(admin) as admin_url, ThreadPoolExecutor(1) as clients:
                 tab = browser.open(f"{admin_url}/ui")
                 asked = [clients.submit(ask, url, name, messages) for name, messages in chats()]
                 for done in asked[:-1]:

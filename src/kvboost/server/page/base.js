@@ -62,9 +62,9 @@ function bar(parts, { all, size = "", label = null } = {}) {
   return made;
 }
 
-/** The sign of a kind, for legends. */
-function swatch(kind) {
-  return make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
+/** The sign of a kind, and a name beside it. */
+function kindCell(kind, name = kind) {
+  return make("span", { class: "kind" }, make("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), name);
 }
 
 const shown = new Map();

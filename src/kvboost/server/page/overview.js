@@ -1,5 +1,6 @@
 // The overview: what GET admin/overview tells, as figures, bars, a chart and tables.
 
+const SPANS_S = [60, 120, 300, 600]; // of the chart: the shortest that holds all requests
 const EVICTED = {
   importance_low: "least worth keeping",
   quota: "over a quota",
@@ -53,7 +54,7 @@ function tilesOf({ recent, prompt_tokens, cache, service, settings }) {
   const limit = first.bytes_limit ? `${share(first.bytes_used, first.bytes_limit)} of ${bytes(first.bytes_limit)}` : "no limit";
   const error = cache.shadow.kl_p95;
   return [
-    ["First token, median", seconds(recent.ttft_p50_s), `${asked}, ${minutesOf(recent)}`],
+    ["First token, median", seconds(recent.ttft_p50_s), `${asked} in ${minutes(recent.window_s)}`],
     ["First token, p95", seconds(recent.ttft_p95_s), `slowest ${seconds(recent.ttft_max_s)}`],
     ["From the cache", fromCache(recent.tokens), `since the start ${fromCache(prompt_tokens)}`],
     ["Running", running, service ? `${count(service.queued)} waiting` : "no server in front"],
@@ -69,12 +70,12 @@ function tile([name, value, more]) {
 
 const total = (tokens) => KINDS.reduce((sum, kind) => sum + tokens[kind], 0);
 const fromCache = (tokens) => share(tokens.exact + tokens.continued + tokens.moved, total(tokens));
-const minutesOf = (recent) => `last ${Math.round(recent.window_s / 60)} min`;
+const minutes = (s) => `${Math.round(s / 60)} min`;
 
 // --- time to first token ---
 
 function showFirstTokens(recent) {
-  $("ttft-window").textContent = `${minutesOf(recent)}, at most ${count(recent.at_most)} requests`;
+  $("ttft-window").textContent = `last ${minutes(recent.window_s)}, at most ${count(recent.at_most)} requests`;
   const width = Math.max(240, $("ttft").clientWidth);
   const none = "No request has been answered in this time.";
   const drawn = () => (recent.points.length ? firstTokens(recent, width) : make("p", { class: "dim" }, none));
@@ -86,20 +87,21 @@ function firstTokens(recent, width, height = 176) {
   const [left, right, top, bottom] = [52, 8, 10, 22];
   const times = recent.points.map((p) => Math.max(p.ttft_s, 1e-4));
   const [low, high] = [Math.floor(Math.log10(Math.min(...times))), Math.ceil(Math.log10(1.0001 * Math.max(...times)))];
-  const x = (age_s) => left + (width - left - right) * (1 - Math.min(1, age_s / recent.window_s));
+  const oldest_s = Math.max(...recent.points.map((p) => p.age_s));
+  const span_s = SPANS_S.find((s) => s >= oldest_s && s <= recent.window_s) ?? recent.window_s;
+  const x = (age_s) => left + (width - left - right) * (1 - Math.min(1, age_s / span_s));
   const y = (s) => top + ((high - Math.log10(Math.max(s, 1e-4))) / Math.max(1, high - low)) * (height - top - bottom);
   const line = (kind, s, label, dy) => [
     draw("line", { class: kind, x1: left, x2: width - right, y1: y(s), y2: y(s) }),
     draw("text", { class: "strong", x: left + 6, y: y(s) + dy }, `${label} ${seconds(s)}`),
   ];
   const decades = Array.from({ length: high - low + 1 }, (_, i) => low + i);
-  const minutes = Math.round(recent.window_s / 60);
   return draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chartInWords(recent) },
     ...decades.flatMap((d) => [
       draw("line", { class: "grid", x1: left, x2: width - right, y1: y(10 ** d), y2: y(10 ** d) }),
       draw("text", { x: left - 6, y: y(10 ** d) + 4, "text-anchor": "end" }, decade(d)),
     ]),
-    draw("text", { x: left, y: height - 4 }, `${minutes} min ago`),
+    draw("text", { x: left, y: height - 4 }, `${minutes(span_s)} ago`),
     draw("text", { x: width - right, y: height - 4, "text-anchor": "end" }, "now"),
     ...recent.points.map((p) => requestDot(p, x(p.age_s), y(p.ttft_s))),
     ...line("p95", recent.ttft_p95_s, "p95", -5),
@@ -130,7 +132,7 @@ function sources([recent, all]) {
     make("span", { class: "n" }, fromCache(tokens), make("span", { class: "unseen" }, " from the cache")),
   ];
   const numbers = (kind, tokens) => [{ n: count(tokens[kind]) }, { n: share(tokens[kind], total(tokens)) }];
-  const row = (kind) => [make("span", null, swatch(kind), kind), ...numbers(kind, recent), ...numbers(kind, all)];
+  const row = (kind) => [kindCell(kind), ...numbers(kind, recent), ...numbers(kind, all)];
   return [
     make("div", { class: "meters" }, ...line("recent", recent), ...line("all", all)),
     table("Prompt tokens by source", ["source", { n: "recent" }, { n: "share" }, { n: "all" }, { n: "share" }], KINDS.map(row)),
@@ -166,7 +168,7 @@ function served([hits, repaired]) {
   names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
   const row = (name) => {
     const asKept = rank(name) < 2;
-    const first = make("span", null, swatch(asKept ? name : "moved"), asKept ? name : `moved, ${name}`);
+    const first = asKept ? kindCell(name) : kindCell("moved", `moved, ${name}`);
     return [first, { n: count(hits[name] ?? 0) }, { n: asKept ? NOTHING : count(repaired[name] ?? 0) }];
   };
   const head = ["served", { n: "chunks" }, { n: "tokens repaired" }];

@@ -147,12 +147,12 @@ function costOf({ cost, counts }) {
     make("span", { class: "n" }, `${count(n)} tokens${s === null ? "" : `, ≈ ${seconds(s)}`}`),
   ];
   const repaired = cost.repaired_tokens;
-  const computed = [["repaired", repaired], ["fresh", counts.fresh]];
+  const computed = [["repaired", repaired], ["used", counts.fresh]];
   const times = (cost.full_tokens / Math.max(1, cost.computed_tokens)).toFixed(1);
   const about = cost.repaired_is_estimated ? "about " : "";
   return [
     make("div", { class: "meters" },
-      ...line("full prefill", [["fresh", cost.full_tokens]], cost.full_tokens, cost.full_prefill_s),
+      ...line("full prefill", [["used", cost.full_tokens]], cost.full_tokens, cost.full_prefill_s),
       ...line("with the cache", computed, cost.computed_tokens, cost.computed_s)),
     make("p", null, "A full prefill would compute ", make("strong", null, `${times} times`), " as many tokens. ",
       `Computed here: ${count(counts.fresh)} fresh, ${about}${count(repaired)} repaired.`),
@@ -164,7 +164,7 @@ function costOf({ cost, counts }) {
 
 function countsOf({ counts, num_tokens }) {
   const row = (kind) => [
-    make("span", null, swatch(kind), kind), { n: count(counts[kind]) }, { n: share(counts[kind], num_tokens) },
+    kindCell(kind), { n: count(counts[kind]) }, { n: share(counts[kind], num_tokens) },
     make("small", null, MEANING[kind]),
   ];
   return table("Tokens by kind", ["kind", { n: "tokens" }, { n: "share" }, "meaning"], KINDS.map(row));
@@ -200,7 +200,7 @@ function segmentsOf() {
     { n: p.tier === null ? "gone" : age(p.age_s) }, { n: count(p.hits) }, p.tier ?? NOTHING, lineageOf(p),
   ];
   const row = (p) => [
-    count(p.index + 1), make("span", null, swatch(p.kind), p.kind), { n: count(p.start) }, { n: count(p.length) },
+    count(p.index + 1), kindCell(p.kind), { n: count(p.start) }, { n: count(p.length) },
     { n: p.repaired ? count(p.repaired) : "" }, ...(p.kind === "fresh" ? Array(6).fill("") : reusedCells(p)),
   ];
   const head = ["#", "kind", { n: "from token" }, { n: "tokens" }, { n: "repaired" }, { n: "was at" }, { n: "moved by" },
@@ -228,8 +228,11 @@ function select(index, focus = false) {
   chunks[index].setAttribute("tabindex", "0");
   chunks[index].setAttribute("aria-selected", "true");
   rows[index].classList.add("current");
+  $("segments").scrollTop = rows[index].offsetTop - $("segments").clientHeight / 2;
   $("detail").textContent = `${count(index + 1)} of ${count(chunks.length)}: ${describe(xray.parts[index])}.`;
-  if (focus) chunks[index].focus();
+  if (!focus) return;
+  chunks[index].focus();
+  chunks[index].scrollIntoView({ block: "nearest" });
 }
 
 function moveInMap(event) {
