@@ -73,15 +73,16 @@ async function tick() {
   try {
     seen = await ask("admin/overview", { patience_ms: 10000 });
   } catch (error) {
-    if (!expelled(error)) lost(error);
+    if (!expelled(error) && !poll.paused) lost(error);
   } finally {
     poll.asking = false;
   }
-  if (seen !== null && mayAsk()) {
+  if (poll.paused || !mayAsk()) return; // since it was asked
+  if (seen !== null) {
     reached();
     showOverview(seen);
   }
-  if (!poll.paused && mayAsk()) poll.timer = setTimeout(tick, Math.min(LONGEST_POLL_MS, POLL_MS * 2 ** poll.failures));
+  poll.timer = setTimeout(tick, Math.min(LONGEST_POLL_MS, POLL_MS * 2 ** poll.failures));
 }
 
 function reached() {
