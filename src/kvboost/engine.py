@@ -116,7 +116,7 @@ class KVBoost:
         self.store = _as_tiered(store) or open_store(effective, cache_budget(effective, DeviceMemory.of(model)))
         self.stats = EngineStats()
         self._in_flight = InFlight()
-        self._giving_up = Backoff()  # a model whose moved rows are always judged too far off is not tried every time
+        self._giving_up = Backoff()  # namespaces whose moved rows are always judged too far off are tried seldom
         self.shadow = Shadow(self._prefill_in_full)
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._tracebacks = Seldom(TRACEBACK_S)
@@ -495,7 +495,7 @@ class KVBoost:
         tokens = _tokens(input_ids)
         keys = self._naming.keys(len(tokens), settings)
         prompt = self._naming.prompt(tokens, settings, keys)
-        trying_moved = not settings.gate or self._giving_up.allows()
+        trying_moved = not settings.gate or self._giving_up.allows(keys.owner)
         wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens), trying_moved=trying_moved))
         with ExitStack() as leases:
             records, loaded_bytes = self._lease(wanted, leases)
@@ -505,7 +505,7 @@ class KVBoost:
             served = ReusePlan.nothing(plan.num_tokens) if observing else plan
             filled = Prefilling(self.model, self.support, input_ids, records, settings, prefix_only).fill(served)
             if not served.is_prefix_only and settings.gate:
-                self._giving_up.note(failed=filled.report.fallback is not None)
+                self._giving_up.note(keys.owner, failed=filled.report.fallback is not None)
             sources = {i: r.header for i, r in records.items()}
         report = replace(
             replace(ReuseReport.of(plan), fallback="observing only") if observing else filled.report,

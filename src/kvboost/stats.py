@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from kvboost.types import Kind, ReusePlan
@@ -41,29 +41,36 @@ class InFlight:
 class Backoff:
     """Whether something that keeps failing is worth a try: after n failures in a row only every 2^n-th time.
 
-    The first `FREE_FAILURES` cost nothing; a success forgets all. Thread-safe.
+    Each name is counted apart, so that nobody's failures show in what another one gets; the latest `MAX_NAMES` names
+    are remembered. The first `FREE_FAILURES` cost nothing; a success forgets all. Thread-safe.
     """
 
     FREE_FAILURES = 2
     LONGEST = 32
+    MAX_NAMES = 4096
 
     def __init__(self) -> None:
-        self._failures = self._skipped = 0
+        self._counts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # failures in a row, tries left out since
         self._lock = threading.Lock()
 
-    def allows(self) -> bool:
+    def allows(self, name: bytes = b"") -> bool:
         """True if it should be tried now."""
         with self._lock:
-            if self._skipped + 1 >= min(self.LONGEST, 2 ** max(0, self._failures - self.FREE_FAILURES)):
-                self._skipped = 0
-                return True
-            self._skipped += 1
-            return False
+            failures, skipped = self._counts.get(name, (0, 0))
+            doublings = min(32, max(0, failures - self.FREE_FAILURES))
+            due = skipped + 1 >= min(self.LONGEST, 1 << doublings)
+            if failures:
+                self._counts[name] = failures, 0 if due else skipped + 1
+            return due
 
-    def note(self, *, failed: bool) -> None:
+    def note(self, name: bytes = b"", *, failed: bool) -> None:
         """Remembers how a try ended."""
         with self._lock:
-            self._failures = self._failures + 1 if failed else 0
+            failures, skipped = self._counts.pop(name, (0, 0))
+            if failed:
+                self._counts[name] = failures + 1, skipped
+            if len(self._counts) > self.MAX_NAMES:
+                self._counts.popitem(last=False)
 
 
 class Seldom:

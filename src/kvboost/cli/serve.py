@@ -36,7 +36,7 @@ class Admin:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where the server listens; without a port of their own the metrics are on the main one."""
+    """Where the server listens; without a port of their own the metrics are on the main one if it has no tenants."""
 
     host: str
     port: int
@@ -70,7 +70,10 @@ def run(
         float, typer.Option(metavar="S", min=0, help="On SIGTERM, wait so long for the requests that run.")
     ] = 30.0,
     metrics_port: Annotated[
-        int | None, typer.Option(metavar="N", min=0, max=65535, help="Port of /metrics. Default: the main port.")
+        int | None,
+        typer.Option(
+            metavar="N", min=0, max=65535, help="Port of /metrics. Default: the main port, or none with --api-keys."
+        ),
     ] = None,
     admin_port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="Port of the administrators. Default: none.")
@@ -148,7 +151,8 @@ def _apps(kv: KVBoost, service: Scheduler, options: ServerOptions, where: Listen
     from kvboost.server.xray import RequestRing
 
     metrics, ring = Metrics(kv, model=options.model_name, service_stats=service.stats), RequestRing(where.admin.keep)
-    shared = metrics.expose if where.metrics_port is None else None
+    on_main = where.metrics_port is None and options.api_keys is None  # no key is asked for there
+    shared = metrics.expose if on_main else None
     app = make_app(service, kv, options, observe=Observing(metrics, ring), expose=shared)
     yield app, where.port
     if where.metrics_port is not None:

@@ -27,7 +27,9 @@ def check_model(request: Request, name: str) -> None:
     """Raises a 404 for a model that is not served here."""
     options = backend_of(request).options
     if name not in (options.model_name, *options.aliases):
-        message = f"the model {name[:128]!r} does not exist here; this server has {options.model_name!r}"
+        message = (
+            f"the model {name[: errors.SHOWN_CHARS]!r} does not exist here; this server has {options.model_name!r}"
+        )
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -18,7 +18,7 @@ from kvboost.engine import KVBoost
 from kvboost.errors import InputError, SettingsError
 from kvboost.hf.declared import max_positions
 from kvboost.server import headers
-from kvboost.server.errors import ApiError, bad
+from kvboost.server.errors import SHOWN_CHARS, ApiError, bad
 from kvboost.server.options import ServerOptions
 from kvboost.server.running import Observer, Run
 from kvboost.server.schemas import Message, Tool
@@ -27,6 +27,7 @@ from kvboost.serving import Busy, Job, Sampling, Service
 
 T = TypeVar("T")
 Ids = tuple[int, ...]
+JUDGED_BY_ITSELF = frozenset({"gate", "risk_bound"})  # a request that sets one has a promise of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,8 @@ class Backend:
         chosen: dict[str, Any] = {**steering.settings, **headers.settings(given)}
         chosen["cache_salt"] = self.namespaces.salt(caller, steering.cache_salt)
         chosen["session"] = self.namespaces.session(caller, headers.session(given), steering.user)
+        if JUDGED_BY_ITSELF & steering.settings.keys():
+            chosen["shadow_share"] = 0.0  # who leaves what the operator promises must not suspend reuse for the others
         try:
             if not uses_cache(self.kv.settings(), request.state.request_id, given.get(headers.ENABLED)):
                 chosen["disable"] = True
@@ -204,7 +207,7 @@ def _object(call: Any) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InputError(f"the arguments of the call of {call.name!r} are no JSON object")
+        raise InputError(f"the arguments of the call of {call.name[:SHOWN_CHARS]!r} are no JSON object")
     return arguments
 
 

@@ -39,6 +39,7 @@ TGI_TYPES = {
     504: "generation",
 }
 TGI_STATUS = {400: 422, 500: 424}  # what TGI answers to a request that it does not take, and to a failed generation
+SHOWN_CHARS = 128  # of a name that the client made up: an error does not send megabytes back
 DO_NOT_RETRY = {"x-should-retry": "false"}  # read by OpenAI's clients
 
 
@@ -107,6 +108,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return bad(first["msg"], first["ctx"]["param"], "invalid_value")
     if first["type"] == "not_text":
         return bad(first["msg"])
+    if first["type"] == "too_many_fields" and len(first["loc"]) == 1:
+        return bad(f"the body is refused: {first['msg']}")
     path = _path(first["loc"][1:], error.body, missing=first["type"] == "missing")
     param = ".".join(path) or None
     if param is None:
@@ -129,14 +132,17 @@ def _clearest(error: RequestValidationError) -> Mapping[str, Any]:
 
 
 def _path(loc: tuple[Any, ...], given: Any, *, missing: bool) -> list[str]:
-    """The part of a location that the client wrote, without branches of a union; a missing field is named too."""
+    """The part of a location that the client wrote, without branches of a union; a missing field is named too.
+
+    Names are cut to `SHOWN_CHARS`.
+    """
     path = []
     for i, part in enumerate(loc):
         inside = (isinstance(given, dict) and part in given) or (
             isinstance(given, list) and isinstance(part, int) and part < len(given)
         )
         if inside:
-            path.append(str(part))
+            path.append(str(part)[:SHOWN_CHARS])
             given = given[part]
         elif missing and i == len(loc) - 1:
             path.append(str(part))

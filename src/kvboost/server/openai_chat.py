@@ -13,7 +13,7 @@ from kvboost.server import logprobs
 from kvboost.server.answering import backend_of, check_model, json_of, streamed, whole
 from kvboost.server.backend import Steering
 from kvboost.server.drawing import samplings
-from kvboost.server.errors import bad
+from kvboost.server.errors import SHOWN_CHARS, bad
 from kvboost.server.running import Answer, Run
 from kvboost.server.schemas import ChatRequest
 from kvboost.server.sse import DONE, event
@@ -86,7 +86,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 def _refuse(body: ChatRequest) -> None:
     """Raises a 400 for what could only be promised, not kept."""
     if body.response_format is not None and body.response_format.type != "text":
-        raise bad(f"response_format {body.response_format.type!r} cannot be honoured: {NOT_CONSTRAINED}",
+        raise bad(f"response_format {body.response_format.type[:SHOWN_CHARS]!r} cannot be honoured: {NOT_CONSTRAINED}",
                   "response_format", "unsupported_value")  # fmt: skip
     if body.tool_choice not in ("none", "auto"):
         raise bad(f"tool_choice can be none or auto: {NOT_CONSTRAINED}", "tool_choice", "unsupported_value")

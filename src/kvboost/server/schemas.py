@@ -1,18 +1,25 @@
 """What OpenAI's clients send, as far as it can be honoured. A field that is null counts as absent, as it does there.
 
 A field that is not here is refused by name (`errors.of_validation`). `IGNORED` lists those that change nothing.
+
+Everything that a client can repeat is counted before its items are looked at: a million bad items would be a million
+errors, and only the first is told.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 4
 MAX_CHOICES = 16
+LEAST_PENALTY = 0.01  # logits are divided by it
+MAX_BIASES = 1024
+MAX_PARTS = 4096  # of a message
+MAX_CALLS = 128  # of tools, in one message
 SEED_LIMIT = 2**63
 # accepted and ignored: labels, and hints about storing or speed that change no answer
 IGNORED = frozenset(
@@ -38,19 +45,49 @@ def conflict(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "{param} {message}", {"param": param, "message": message})
 
 
+def _few_biases(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise PydanticCustomError("too_many", "at most {most} tokens can have a bias", {"most": MAX_BIASES})
+    return given
+
+
+def _of_one_kind(given: Any) -> Any:
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    if isinstance(given, list):
+        _check_items(given, (int, str, list))
+        for item in given:
+            if isinstance(item, list):
+                _check_items(item, (int,))
+    return given
+
+
+def _check_items(items: list[Any], kinds: tuple[type, ...]) -> None:
+    kind = next((k for k in kinds if items and type(items[0]) is k), None)
+    odd = next((i for i, item in enumerate(items) if type(item) is not kind), None)
+    if odd is not None:
+        raise PydanticCustomError("mixed", "item {index} is no token id and no text like those before", {"index": odd})
+
+
 class Body(BaseModel):
     """A JSON object of a request: no unknown fields, no numbers that JSON does not have."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    max_fields: ClassVar[int] = 32
 
     @model_validator(mode="before")
     @classmethod
     def _absent_if_null(cls, given: Any) -> Any:
-        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        if len(given) > cls.max_fields:
+            raise PydanticCustomError("too_many_fields", "an object has more fields than this server knows")
+        return {k: v for k, v in given.items() if v is not None}
 
 
 class RequestBody(Body):
     """The whole body of a request: every text in it, keys too, can be written as UTF-8."""
+
+    max_fields: ClassVar[int] = 64
 
     @model_validator(mode="before")
     @classmethod
@@ -101,10 +138,10 @@ class Drawing(RequestBody):
     top_p: float = Field(1.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Bias] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_few_biases)] = Field(None, max_length=MAX_BIASES)
     user: str | None = Field(None, max_length=512)
     top_k: int = Field(0, ge=0, lt=2**31)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=LEAST_PENALTY, le=100)
     min_tokens: int = Field(0, ge=0, lt=2**31)
     ignore_eos: bool = False
     cache_salt: str | None = Field(None, max_length=512)
@@ -159,9 +196,9 @@ class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
     tool_call_id: str | None = None
     refusal: str | None = None  # these two come back with an answer; nothing is made of them
     annotations: list[Any] | None = None
@@ -228,7 +265,7 @@ class ChatRequest(Drawing):
 class CompletionRequest(Drawing):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], BeforeValidator(_of_one_kind)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Default: 16.")
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False

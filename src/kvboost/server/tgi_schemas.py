@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kvboost.server.schemas import Body, KVBoostOptions, RequestBody, StopText, conflict
+from kvboost.server.schemas import LEAST_PENALTY, Body, KVBoostOptions, RequestBody, StopText, conflict
 
 MAX_STOPS = 4
 
@@ -21,7 +21,7 @@ class Parameters(Body):
     top_p: float | None = Field(None, gt=0, lt=1)
     seed: int | None = Field(None, ge=0, lt=2**64)
     stop: list[StopText] = Field(default_factory=list, max_length=MAX_STOPS)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=LEAST_PENALTY, le=100)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     return_full_text: bool = False
     truncate: int | None = Field(None, ge=1, lt=2**31)

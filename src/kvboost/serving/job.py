@@ -17,7 +17,7 @@ class Sampling:
     """How tokens are drawn, and when drawing ends. Validated by whoever makes it from a client's request."""
 
     max_new_tokens: int
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0 and what is next to it: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     seed: int | None = None  # equal seeds draw equal tokens

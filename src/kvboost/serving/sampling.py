@@ -11,6 +11,8 @@ from kvboost.errors import InputError
 from kvboost.hf.processors import make_processors, make_warpers
 from kvboost.serving.job import Sampling
 
+LEAST_TEMPERATURE = 1e-5  # below it drawing is greedy: logits over such a number are no longer finite
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -65,7 +67,7 @@ class Sampler:
         Raises `RuntimeError` if the model gave no distribution.
         """
         scores = self._processors(self._history, logits[None].clone()) if self._processors else logits[None]
-        if self._sampling.temperature == 0:
+        if self._sampling.temperature < LEAST_TEMPERATURE:
             chosen = scores.argmax(-1)
         else:
             probabilities = self._warpers(self._history, scores).softmax(-1)
