@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 
 from kvboost import KVBoost
+from kvboost.server.process import listen
 from kvboost.serving.scheduler import Scheduler
 
 # the model's tokenizer has none; this one takes tools and joins what is said
@@ -39,7 +40,7 @@ def stories(shared_data: Path, **flags: Any) -> KVBoost:
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """The base URL of `app`, served until the block ends."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with listen("127.0.0.1", 0) as listener:
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -81,6 +82,27 @@ class RawReply:
 def address(base_url: str) -> tuple[str, int]:
     host, _, port = base_url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+def exchange(url: str, data: bytes) -> RawReply:
+    """Sends bytes and reads until the server closes or falls silent."""
+    with socket.create_connection(address(url)) as connection:
+        connection.settimeout(10)
+        connection.sendall(data)
+        heard = b""
+        while part := connection.recv(65536):
+            heard += part
+            head, _, rest = heard.partition(b"\r\n\r\n")
+            length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            if length and len(rest) >= int(length[0].split(b":")[1]):
+                break
+    return RawReply(heard)
+
+
+def head(path: str, *lines: str) -> bytes:
+    return "\r\n".join(
+        [f"POST {path} HTTP/1.1", "host: here", "content-type: application/json", *lines, "", ""]
+    ).encode()
 
 
 @contextmanager

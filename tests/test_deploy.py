@@ -96,6 +96,10 @@ def test_rendered_objects_are_valid(chart: helm_python.Chart, case: str, version
             assert needs <= document["spec"].keys(), document["kind"]
 
 
+def test_three_value_files_are_among_the_cases() -> None:
+    assert len(VALUE_FILES) >= 3, "deploy/helm/values has moved"
+
+
 def test_every_template_is_rendered_by_some_case(chart: helm_python.Chart) -> None:
     templates = {t["name"] for t in chart.templates if t["name"].endswith(".yaml")}
     used = {

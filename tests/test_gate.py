@@ -135,3 +135,27 @@ def test_backoff_forgets_after_a_success() -> None:
     assert sum(backoff.allows() for _ in range(64)) == 2
     backoff.note(failed=False)
     assert all(backoff.allows() for _ in range(5))
+
+
+def test_backoff_counts_each_name_apart_and_forgets_the_oldest() -> None:
+    backoff = Backoff()
+    for _ in range(10):
+        backoff.note(b"ann", failed=True)
+    assert not backoff.allows(b"ann")
+    assert all(backoff.allows(b"bob") for _ in range(5))
+    for i in range(Backoff.MAX_NAMES):
+        backoff.note(i.to_bytes(4, "little"), failed=True)
+    assert all(backoff.allows(b"ann") for _ in range(5))
+
+
+def test_what_is_given_up_in_one_namespace_is_tried_in_another() -> None:
+    kv = warmed(risk_bound=0.0)
+    greedy(kv.generate, prompt("0123"), 1, cache_salt="bob")
+
+    def tried(number: int, **request: Any) -> bool:
+        ids = join(random_ids(33, seed=50 + number), prompt("3120"))
+        return bool(greedy(kv.generate, ids, 1, **request).report.escalations > 0)
+
+    assert [tried(i) for i in range(6)] == [True, True, True, False, True, False]
+    assert not tried(6)
+    assert tried(6, cache_salt="bob")

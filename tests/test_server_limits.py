@@ -29,7 +29,7 @@ from kvboost.server.running import Run
 from kvboost.server.tenants import Caller, Namespaces, read_keys
 from kvboost.serving import Job, Piece, Sampling
 from kvboost.serving.scheduler import Scheduler
-from server_run import STORY, RawReply, address, eventually, get, idle, open_service, post, serving, stories
+from server_run import STORY, address, eventually, exchange, get, head, idle, open_service, post, serving, stories
 
 KEYS = {"ann": "key-of-ann", "bob": "key-of-bob"}
 JSON = {"content-type": "application/json"}
@@ -63,27 +63,6 @@ def bearer(tenant: str) -> dict[str, str]:
 def cached(answer: httpx.Response) -> int:
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def exchange(url: str, data: bytes) -> RawReply:
-    """Sends bytes and reads until the server closes or falls silent."""
-    with socket.create_connection(address(url)) as connection:
-        connection.settimeout(10)
-        connection.sendall(data)
-        heard = b""
-        while part := connection.recv(65536):
-            heard += part
-            head, _, rest = heard.partition(b"\r\n\r\n")
-            length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            if length and len(rest) >= int(length[0].split(b":")[1]):
-                break
-    return RawReply(heard)
-
-
-def head(path: str, *lines: str) -> bytes:
-    return "\r\n".join(
-        [f"POST {path} HTTP/1.1", "host: here", "content-type: application/json", *lines, "", ""]
-    ).encode()
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from kvboost.cli import app
 from kvboost.server import ServerOptions, make_app
+from kvboost.server.process import listen
 from server_run import STORY, eventually, get, open_service, post, serving, stories
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "server.md"
@@ -87,6 +89,27 @@ def test_metrics_and_administrators_have_ports_of_their_own(shared_data: Path, t
         assert server.wait(60) == 0
 
 
+def test_text_behind_one_users_text_is_not_moved_to_another_unless_the_operator_says_so(shared_data: Path) -> None:
+    """As `kvboost serve` comes, and with its setting for those who trust one another."""
+    document = STORY + "After that they all went home and had some soup. Then Lily went to bed. "
+    private = {n: f"{n} was a big boy who had a red car. He did not like to share. " * 2 for n in ("Tom", "Ben", "Sam")}
+
+    def split(url: str, text: str, user: str) -> dict[str, int]:
+        body = {"model": "stories260K-llama", "prompt": text + document, "max_tokens": 2, "user": user}
+        answer = post(f"{url}/v1/completions", json={**body, "kvboost": {"gate": False}})
+        return dict(answer.json()["usage"]["kvboost"])
+
+    for environment, shared in (({}, False), ({"KVBOOST_SHARE_MOVED": "namespace"}, True)):
+        with process(shared_data, **environment) as (server, url):
+            assert split(url, private["Tom"], "ann")["moved"] == 0, "nobody has sent anything"
+            others = split(url, private["Ben"], "bob")
+            assert (others["moved"] > 0) is shared
+            assert others["continued"] == 0
+            assert split(url, private["Sam"], "ann")["moved"] > 0, "her own"
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+
+
 def test_an_admin_port_without_a_token_is_refused(shared_data: Path) -> None:
     model = ["--model", str(shared_data / "models" / "stories260K-llama")]
     told = CliRunner().invoke(app, ["serve", *model, "--port", "0", "--admin-port", "0"])
@@ -115,6 +138,14 @@ def test_port_in_use_and_bad_keys_are_told_in_one_line(shared_data: Path, tmp_pa
     told = CliRunner().invoke(app, ["serve", *model, "--port", "0", "--api-keys", str(tmp_path / "keys")])
     assert told.exit_code == 2
     assert "line 1" in told.stderr
+
+
+def test_connections_send_at_once() -> None:
+    """Else an answer whose head and body are written apart waits for the client's delayed acknowledgement: 40 ms."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e[0]}: {e[1].splitlines()[0][:40]}")
