@@ -20,6 +20,7 @@ from families import SUPPORTED_HERE, Family, build, build_fresh, random_ids
 from kvboost import InputError, KVBoost, SettingsError
 from kvboost.hf.processors import make_processors
 from kvboost.serving import Busy, Job, JobFailed, Piece, Sampling
+from kvboost.serving.sampling import Sampler
 from kvboost.serving.scheduler import Scheduler
 from kvboost.types import Kind
 from scenario import engine, prompt
@@ -150,6 +151,27 @@ def test_what_was_served_is_reused_by_the_next_request() -> None:
 
 
 SAMPLED = Sampling(max_new_tokens=12, temperature=0.7, top_p=0.9, top_k=50, seed=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-9])
+def test_a_temperature_next_to_zero_takes_the_most_likely_token(temperature: float) -> None:
+    logits = torch.tensor([0.0, 3.0, 2.9, -1.0])
+    sampler = Sampler(Sampling(4, temperature), [0, 1], [], torch.device("cpu"))
+    assert [sampler.draw(logits).id for _ in range(4)] == [1] * 4
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, 5e-324])
+def test_a_repetition_penalty_next_to_zero_draws_what_was_said(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([1.0, 3.0, 4.0, -1.0])
+    sampler = Sampler(Sampling(4, temperature, top_p, repetition_penalty=1e-40), [0, 1], [], torch.device("cpu"))
+    assert {sampler.draw(logits).id for _ in range(4)} <= {0, 1}
+
+
+def test_what_is_no_distribution_is_an_error() -> None:
+    sampler = Sampler(Sampling(4, repetition_penalty=1.1), [0, 1], [], torch.device("cpu"))
+    with pytest.raises(RuntimeError):
+        sampler.draw(torch.tensor([1.0, float("nan"), 2.0]))
 
 
 def test_a_seed_draws_the_tokens_that_generate_draws_alone_and_in_a_crowd() -> None:

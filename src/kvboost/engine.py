@@ -38,7 +38,7 @@ from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.live import LiveSettings
 from kvboost.naming import Naming
-from kvboost.planning import Limits, make_plan, still_served, without_records
+from kvboost.planning import Limits, Prompt, make_plan, still_served, unfit_reason, without_records
 from kvboost.prefilling import Filled, Prefilled, Prefilling
 from kvboost.repair.gate import bound
 from kvboost.request import OpenRequest
@@ -55,6 +55,7 @@ _T = TypeVar("_T")
 SHADOW_BLOCK_TOKENS = 256  # of a shadow prefill at a time: a request waits for no more than one such block
 SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are running
 CACHE_FAILED = "the cache failed; see the log"
+OBSERVING = "observing only"
 OUT_OF_MEMORY = "out of memory"
 MAX_PROBES = 8  # kept at a time, one per codec and weights
 TRACEBACK_S = 60.0  # between two tracebacks of the cache's failures; each failure has one line
@@ -230,19 +231,22 @@ class KVBoost:
         return report
 
     def score(
-        self, prompt: torch.Tensor, continuation: torch.Tensor, **request: Any
+        self, prompt: torch.Tensor, continuation: torch.Tensor, *, plan: ReusePlan | None = None, **request: Any
     ) -> tuple[torch.Tensor, ReuseReport]:
         """Teacher-forced next-token logits of `continuation` [1, m] behind `prompt` [1, T]: float32 [m, V], and what
         was reused. Stores nothing, so it can be repeated; this is how fidelity is measured.
 
-        Raises `InputError` if the cache does not serve the prompt.
+        With `plan`, that of an earlier request, its segments are served instead of what would be found now: under the
+        same settings the same rows are repaired again, and the logits are those of that request.
+
+        Raises `InputError` if the cache does not serve the prompt, or not as the plan says.
         """
         settings = self.settings(**request)
         reason = self._refusal(settings, prompt, {})
-        if reason is not None and (settings.enabled or self.support.refused):
+        if reason is not None and (settings.enabled or self.support.refused or plan is not None):
             raise InputError(f"the cache does not serve this prompt: {self.support.refused or reason}")
         if reason is None:
-            prefilled = self._prefill(prompt, settings)
+            prefilled = self._prefill(prompt, settings, given=plan)
             cache, report = prefilled.filled.cache, prefilled.report
         else:
             cache, report = DynamicCache(), ReuseReport(prompt.shape[1], fresh_tokens=prompt.shape[1], fallback=reason)
@@ -486,29 +490,41 @@ class KVBoost:
         release_device_memory(self.model.device)
         logger.warning("out of memory: the cache is limited to %d bytes from now on", kept)
 
-    def _prefill(self, input_ids: torch.Tensor, settings: Settings, *, prefix_only: bool = False) -> Prefilled:
+    def _prefill(
+        self,
+        input_ids: torch.Tensor,
+        settings: Settings,
+        *,
+        prefix_only: bool = False,
+        given: ReusePlan | None = None,
+    ) -> Prefilled:
         """Look up, plan, load, shift, select, and run the selective forward where rows were moved.
 
-        With `prefix_only` nothing is computed behind a prefix that was not moved.
+        With `prefix_only` nothing is computed behind a prefix that was not moved. With `given`, nothing is planned:
+        raises `InputError` if that plan does not fit.
         """
         began = time.perf_counter()
         tokens = _tokens(input_ids)
         keys = self._naming.keys(len(tokens), settings)
         prompt = self._naming.prompt(tokens, settings, keys)
-        trying_moved = not settings.gate or self._giving_up.allows(keys.owner)
-        wanted = make_plan(prompt, self.store.find, self._limits(settings, len(tokens), trying_moved=trying_moved))
+        trying_moved = given is not None or not settings.gate or self._giving_up.allows(keys.owner)
+        limits = self._limits(settings, len(tokens), trying_moved=trying_moved)
+        wanted = given or make_plan(prompt, self.store.find, limits)
         with ExitStack() as leases:
             records, loaded_bytes = self._lease(wanted, leases)
-            plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
+            if given is None:
+                plan = _servable(wanted, records, allow_gaps=self.support.moved_refused is None)
+            else:
+                plan = _replayed(given, prompt, records, limits)
             looked_up = time.perf_counter()
             observing = settings.mode == "observe"
             served = ReusePlan.nothing(plan.num_tokens) if observing else plan
             filled = Prefilling(self.model, self.support, input_ids, records, settings, prefix_only).fill(served)
-            if not served.is_prefix_only and settings.gate:
+            if not served.is_prefix_only and settings.gate and given is None:
                 self._giving_up.note(keys.owner, failed=filled.report.fallback is not None)
             sources = {i: r.header for i, r in records.items()}
         report = replace(
-            replace(ReuseReport.of(plan), fallback="observing only") if observing else filled.report,
+            replace(ReuseReport.of(plan), fallback=OBSERVING) if observing else filled.report,
             bytes_by_tier=loaded_bytes,
             lookup_s=looked_up - began,
         )
@@ -664,3 +680,11 @@ def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: 
     headers = {i: record.header for i, record in records.items()}
     lost = {s.record_id for s in plan if s.record_id is not None and not still_served(s, headers)}
     return without_records(plan, lost, allow_gaps=allow_gaps) if lost else plan
+
+
+def _replayed(plan: ReusePlan, prompt: Prompt, records: Mapping[bytes, ChunkKV], limits: Limits) -> ReusePlan:
+    """An earlier plan, before anything was repaired. Raises `InputError` if it cannot be served any more."""
+    reason = unfit_reason(plan, prompt, {i: record.header for i, record in records.items()}, limits)
+    if reason is not None:
+        raise InputError(f"the plan does not fit: {reason}; score without it plans anew")
+    return replace(plan, repaired=ReusePlan.nothing(plan.num_tokens).repaired)

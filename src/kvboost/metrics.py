@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from kvboost import __version__
 from kvboost.config import Settings
-from kvboost.engine import CACHE_FAILED, OUT_OF_MEMORY, KVBoost
+from kvboost.engine import CACHE_FAILED, OBSERVING, OUT_OF_MEMORY, KVBoost
 from kvboost.errors import SettingsError
 from kvboost.hf.generation import UNSERVED_OPTIONS
 from kvboost.hf.quant_probe import QuantProbe
@@ -47,7 +47,7 @@ TIER_ERRORS: Mapping[str, Sequence[str]] = {  # that are told while they are zer
 OTHER = "other"
 FALLBACKS: Mapping[str, str] = {
     "switched off": "switched_off",
-    "observing only": "observing",
+    OBSERVING: "observing",
     CACHE_FAILED: "cache_failed",
     OUT_OF_MEMORY: "out_of_memory",
     GIVEN_UP: "risk_above_bound",

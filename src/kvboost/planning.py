@@ -46,6 +46,10 @@ class Prompt:
         """Name of the text at `span`."""
         return self._keys.content_hash(self.tokens[span.start : span.stop])
 
+    def names(self, header: ChunkHeader) -> bool:
+        """True if the header's text has its name here: same model, secret, namespace and rotary regime."""
+        return self._keys.content_hash(header.tokens) == header.key.content_hash
+
     def next_cut(self, position: int) -> int:
         """Where the chunk that holds `position` ends."""
         return self.chunks[bisect.bisect_right(self.chunks, position, key=lambda c: c.stop)].stop
@@ -403,6 +407,37 @@ def still_served(segment: Segment, records: Mapping[bytes, ChunkHeader]) -> bool
         source = records.get(header.source.record_id)
         return segment.kind is Kind.CONTINUED and source is not None and source.source is None
     return segment.kind is not Kind.EXACT or header.lineage is Lineage.BIT_EXACT
+
+
+def unfit_reason(plan: ReusePlan, prompt: Prompt, records: Mapping[bytes, ChunkHeader], limits: Limits) -> str | None:
+    """Why a plan that was made earlier cannot serve `prompt` from `records` within `limits`; None if it can."""
+    starts, stops = [s.span.start for s in plan], [s.span.stop for s in plan]
+    computed = len(plan.segments[-1].span) if plan.segments and plan.segments[-1].kind is Kind.FRESH else 0
+    if [*starts, len(prompt.tokens)] != [0, *stops] or computed < limits.fresh_tokens:
+        return "it is not one of this prompt"
+    kinds = {s.kind for s in plan}
+    if limits.exact_only and not kinds <= {Kind.EXACT, Kind.FRESH}:
+        return "the settings allow exact rows only"
+    if not limits.allow_moved and Kind.MOVED in kinds:
+        return "this model does not move text in a prompt of this length"
+    if not all(s.kind is Kind.FRESH or _still_fits(s, prompt, records) for s in plan):
+        return "a record that it uses is gone, was replaced, or is not one of this prompt"
+    return None
+
+
+def _still_fits(segment: Segment, prompt: Prompt, records: Mapping[bytes, ChunkHeader]) -> bool:
+    """True if `records` hold the prompt's text for the segment, in a form of the kind that was planned."""
+    if not still_served(segment, records):
+        return False
+    header, start, stop = records[segment.record_id or b""], segment.span.start, segment.span.stop
+    stored = header.tokens[segment.offset : segment.offset + len(segment.span)]
+    if not np.array_equal(stored, prompt.tokens[start:stop]):
+        return False
+    if segment.kind is Kind.MOVED:
+        return prompt.names(header)
+    if (header.lineage is Lineage.BIT_EXACT) != (segment.kind is Kind.EXACT):
+        return False
+    return header.position + segment.offset == start and header.parent == prompt.history.prefix_hash(header.position)
 
 
 def without_records(plan: ReusePlan, lost: set[bytes], *, allow_gaps: bool) -> ReusePlan:

@@ -106,6 +106,7 @@ class Prefilling:
             risk=mended.risk,
             signs=mended.signs.as_dict() if mended.signs is not None else {},
             escalations=mended.attempts - 1,
+            strategy=self.settings.recompute_strategy,
         )
         return Filled(mended.plan, cache, report, mended.correction, mended.logits)
 

@@ -252,6 +252,7 @@ class ReuseReport:
     risk: float | None = None  # estimated KL of the answer, nat per token; None where nothing was moved or judged
     signs: Mapping[str, float] = field(default_factory=dict)  # what the estimate was made of
     escalations: int = 0  # times that the budget was raised because the risk was above the bound
+    strategy: str | None = None  # what chose the repaired rows; None where nothing was moved
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)  # loaded
     lookup_s: float = 0.0
     load_s: float = 0.0

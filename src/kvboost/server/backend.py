@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from kvboost import prompts
-from kvboost.config import Settings, uses_cache
+from kvboost.config import uses_cache
 from kvboost.engine import KVBoost
 from kvboost.errors import InputError, SettingsError
 from kvboost.hf.declared import max_positions
@@ -141,7 +141,7 @@ class Backend:
 
     async def run(self, request: Request, ids: Ids, samplings: Sequence[Sampling], steering: Steering) -> Run:
         """Submits one job per sampling. Raises `Busy`, or an `ApiError` while the service drains."""
-        settings, effective = self._settings(request, steering)
+        settings = self._settings(request, steering)
         caller: Caller = request.state.caller
         deadline_s = headers.deadline_s(request.headers, self.options.deadline_s)
         jobs = [
@@ -149,7 +149,7 @@ class Backend:
                 tenant=caller.tenant, settings=settings, deadline_s=deadline_s)
             for i, sampling in enumerate(samplings)
         ]  # fmt: skip
-        run = Run(len(ids), effective, self.observe)
+        run = Run(len(ids), self.observe)
         try:
             for job in jobs:
                 run.add(job, self.service.submit(job))
@@ -160,8 +160,8 @@ class Backend:
             raise
         return run
 
-    def _settings(self, request: Request, steering: Steering) -> tuple[dict[str, Any], Settings]:
-        """What goes with the job, and the settings that will hold for it. Raises a 400 that names a bad one."""
+    def _settings(self, request: Request, steering: Steering) -> dict[str, Any]:
+        """The settings that go with the job. Raises a 400 that names a bad one."""
         caller: Caller = request.state.caller
         given = request.headers
         chosen: dict[str, Any] = {**steering.settings, **headers.settings(given)}
@@ -172,7 +172,8 @@ class Backend:
         try:
             if not uses_cache(self.kv.settings(), request.state.request_id, given.get(headers.ENABLED)):
                 chosen["disable"] = True
-            return chosen, self.kv.settings(**chosen)
+            self.kv.settings(**chosen)
+            return chosen
         except InputError as error:
             raise bad(str(error), headers.ENABLED) from None
         except SettingsError as error:

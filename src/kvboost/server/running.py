@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvboost.config import Settings
+from kvboost.engine import OBSERVING
 from kvboost.server.errors import DO_NOT_RETRY, ApiError
 from kvboost.serving import Job, Piece, Token
 from kvboost.types import ReuseReport
@@ -42,8 +42,8 @@ class Run:
     Closing the iterator, or `aclose` before it was begun, cancels every job.
     """
 
-    def __init__(self, prompt_tokens: int, settings: Settings, observe: Observer | None = None) -> None:
-        self.prompt_tokens, self.settings = prompt_tokens, settings
+    def __init__(self, prompt_tokens: int, observe: Observer | None = None) -> None:
+        self.prompt_tokens = prompt_tokens
         self.answers: list[Answer] = []
         self._observe = observe
         self._jobs: list[Job] = []
@@ -111,12 +111,11 @@ class Run:
         """Tokens as OpenAI counts them, and as they were reused; of several answers the prompt counts once."""
         completion = sum(len(a.tokens) for a in self.answers)
         report = self.answers[0].report or ReuseReport(self.prompt_tokens, fresh_tokens=self.prompt_tokens)
-        served = self.settings.mode != "observe"
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": report.reused_tokens if served else 0},
+            "prompt_tokens_details": {"cached_tokens": 0 if report.fallback == OBSERVING else report.reused_tokens},
             "kvboost": {
                 "exact": report.exact_tokens,
                 "continued": report.continued_tokens,
@@ -124,7 +123,7 @@ class Run:
                 "repaired": report.repaired_tokens,
                 "fresh": report.fresh_tokens,
                 "risk": report.risk,
-                "strategy": self.settings.recompute_strategy if report.moved_tokens else None,
+                "strategy": report.strategy,
                 "fallback": report.fallback,
             },
         }

@@ -11,7 +11,8 @@ from kvboost.errors import InputError
 from kvboost.hf.processors import make_processors, make_warpers
 from kvboost.serving.job import Sampling
 
-LEAST_TEMPERATURE = 1e-5  # below it drawing is greedy: logits over such a number are no longer finite
+LEAST_TEMPERATURE = 1e-6  # a smaller one draws the same, until it divides by what float32 holds as zero
+LARGEST_SCORE = 1e30  # a tiny repetition penalty makes infinities, between which nothing can be drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Sampler:
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=sampling.logit_bias,
         )
-        self._warpers = make_warpers(sampling.temperature or 1.0, sampling.top_k, sampling.top_p)
+        temperature = max(sampling.temperature, LEAST_TEMPERATURE)
+        self._warpers = make_warpers(temperature, sampling.top_k, sampling.top_p)
         self._generator = torch.Generator(device)
         if sampling.seed is None:
             self._generator.seed()
@@ -66,8 +68,10 @@ class Sampler:
 
         Raises `RuntimeError` if the model gave no distribution.
         """
-        scores = self._processors(self._history, logits[None].clone()) if self._processors else logits[None]
-        if self._sampling.temperature < LEAST_TEMPERATURE:
+        scores = logits[None]
+        if self._processors:
+            scores = self._processors(self._history, scores.clone()).clamp(max=LARGEST_SCORE)
+        if self._sampling.temperature == 0:
             chosen = scores.argmax(-1)
         else:
             probabilities = self._warpers(self._history, scores).softmax(-1)
