@@ -21,7 +21,6 @@ import schemathesis
 from blake3 import blake3
 
 from kvboost import KVBoost
-from kvboost.config import Settings
 from kvboost.errors import SettingsError
 from kvboost.hf.prefill import model_lock
 from kvboost.server import ServerOptions, make_app
@@ -269,6 +268,28 @@ def test_full_queue_is_a_429_and_draining_a_503(shared_data: Path) -> None:
         assert int(late.headers["retry-after"]) >= 1
 
 
+def test_a_request_that_waited_tells_the_settings_that_served_it(shared_data: Path) -> None:
+    document = STORY + "After that they all went home and had some soup. Then Lily went to bed. "
+    heads = [f"{name} was a big boy who had a red car. He did not like to share. " * 2 for name in ("Tom", "Ben")]
+    kv = stories(shared_data, gate=False)
+    with (
+        open_service(kv, slots=1) as service,
+        serving(make_app(service, kv, ServerOptions("stories"))) as url,
+        ThreadPoolExecutor(2) as crowd,
+    ):
+        ask(url, heads[0] + document)
+        with model_lock(kv.model):
+            crowd.submit(ask, url)
+            eventually(lambda: service.stats().prefilling == 1)
+            waiting = crowd.submit(ask, url, heads[1] + document)
+            eventually(lambda: service.stats().queued == 1)
+            kv.live.set({"recompute_strategy": "none"})
+        told = waiting.result().json()["usage"]["kvboost"]
+    assert told["moved"] > 0
+    assert told["strategy"] == "none"
+    assert told["repaired"] == 0
+
+
 def test_choices_of_a_refused_request_do_not_stay_in_the_queue(shared_data: Path) -> None:
     with running(shared_data, slots=1, queue=2) as (url, service):
         with model_lock(service.engine.model):
@@ -312,7 +333,7 @@ def test_every_job_of_a_request_is_closed_by_hand() -> None:
             closed.append(number)
 
     async def cut() -> None:
-        run = Run(2, Settings())
+        run = Run(2)
         streams = [says(n) for n in range(3)]  # held, so that nothing is dropped
         for n, stream in enumerate(streams):
             run.add(Job(str(n), (1, 2), Sampling(1)), stream)
