@@ -21,7 +21,7 @@ from kvboost import InputError, KVBoost, SettingsError
 from kvboost.hf.processors import make_processors
 from kvboost.serving import Busy, Job, JobFailed, Piece, Sampling
 from kvboost.serving.sampling import Sampler
-from kvboost.serving.scheduler import Scheduler
+from kvboost.serving.scheduler import BLOCKS_ALONE, Scheduler
 from kvboost.types import Kind
 from scenario import engine, prompt
 
@@ -389,6 +389,28 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 
     with service(engine(build("llama")), block_tokens=8) as scheduler:
         assert run(lambda: work(scheduler)) >= 400 // 8
+
+
+def test_a_prompt_that_is_alone_is_computed_in_larger_blocks() -> None:
+    model = build_fresh("llama")
+    sizes: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    async def work(scheduler: Scheduler) -> None:
+        sizes.clear()
+        await answer(scheduler, job(random_ids(100, seed=1), Sampling(1)))
+        assert sizes == [32 * BLOCKS_ALONE, 100 - 32 * BLOCKS_ALONE]
+        other = scheduler.submit(job(random_ids(9), Sampling(400, temperature=0.0, ignore_eos=True)))
+        await anext(other)
+        sizes.clear()
+        await answer(scheduler, job(random_ids(100, seed=2), Sampling(1)))
+        assert [n for n in sizes if n > 1] == [32, 32, 32, 4], "the other one waits for no more than a block"
+        await other.aclose()
+
+    with service(engine(model), block_tokens=32) as scheduler:
+        run(lambda: work(scheduler))
 
 
 def test_drain_waits_for_what_was_accepted_and_takes_no_more() -> None:

@@ -31,6 +31,7 @@ from kvboost.serving.text import TokenTexts
 logger = logging.getLogger("kvboost")
 
 LONGEST_RETRY_S = 60.0
+BLOCKS_ALONE = 2  # that a prompt computes at once while it is the only job: smaller forwards cost more per row
 GRACE_S = 30.0  # for the turn that ends what is left when a drain has timed out
 
 
@@ -144,7 +145,8 @@ class Scheduler:
         self._admit()
         due = next((a for a in self._active if not a.is_decoding), None)
         if due is not None:
-            self._try(due, lambda: due.advance_prompt(self.block_tokens))
+            block_tokens = self.block_tokens * (BLOCKS_ALONE if len(self._active) == 1 else 1)
+            self._try(due, lambda: due.advance_prompt(block_tokens))
             with self._changed:
                 if due in self._active:
                     self._active.remove(due)
