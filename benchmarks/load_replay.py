@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ import uvicorn
 
 from kvboost import InputError, KVBoost
 from kvboost.server import ServerOptions, make_app
+from kvboost.server.process import listen
 from kvboost.serving import Job, Piece, ServiceStats, Token
 from kvboost.serving.scheduler import Scheduler
 from kvboost.store.memory import MemoryTier
@@ -82,7 +82,7 @@ def headers_of(kv: KVBoost, plan: ReusePlan) -> dict[bytes, ChunkHeader]:
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """The base URL of `app`, served by a thread until the block ends."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+    with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

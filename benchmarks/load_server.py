@@ -58,8 +58,8 @@ class Server:
 class KVBoostServer(Server):
     """`kvboost serve` with an admin port and a watched file of settings. It listens when it is made."""
 
-    def __init__(self, folder: Path, name: str, model: str, *options: str, **settings: str) -> None:
-        """Keeps its files in `folder`, the log as `name`; `settings` are environment variables of KVBoost."""
+    def __init__(self, folder: Path, name: str, model: str, *options: str, **environment: str) -> None:
+        """Keeps its files in `folder`, the log as `name`; `environment` may hold settings of KVBoost and others."""
         self.settings_file, token = folder / "settings", folder / "token"
         self.settings_file.write_text("")
         token.write_text(TOKEN)
@@ -68,7 +68,7 @@ class KVBoostServer(Server):
         super().__init__(
             [*command, *options],
             folder / f"{name}.log",
-            {**settings, f"{ENV_PREFIX}SETTINGS_FILE": str(self.settings_file)},
+            {**environment, f"{ENV_PREFIX}SETTINGS_FILE": str(self.settings_file)},
         )
         try:
             self.wait_until(lambda: "\n" in self.heard().partition(LISTENING)[2])

@@ -16,23 +16,18 @@ the documents of a few rounds: something is evicted all the time. Ends with one 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import http.client
 import json
-import os
 import random
-import re
 import secrets
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +38,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvboost.hf.embedded import SMOLLM2, ensure
+from load_server import KVBoostServer, state
 from record import emit, rounded, versions
 
 SEED = 5
 VOCABULARY = 2000  # words
 CONTROL_SHARE = 5  # one of so many documents of a round
 WARM_UP = 5  # requests that are not counted
-END_S = 60.0
 Z_95 = 1.959964
 Floats = npt.NDArray[np.float64]
 
@@ -180,55 +175,22 @@ def told(known: Probes, fresh: Probes) -> dict[str, Any]:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def server(model: Path, folder: Path, keys: dict[str, str], arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The URL of a server and that of its metrics."""
-    (folder / "keys").write_text(
-        "".join(f"{n} sha256:{hashlib.sha256(k.encode()).hexdigest()}\n" for n, k in keys.items())
-    )
-    command = [sys.executable, "-m", "kvboost.cli", "serve", "--model", str(model), "--dtype", "float32", "--port", "0"]
-    command += ["--api-keys", str(folder / "keys"), "--metrics-port", "0"]
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("KVBOOST_")},
-        "OMP_NUM_THREADS": str(arguments.threads),
-        "KVBOOST_CACHE_BYTES": f"{arguments.cache_mib}MiB",
-    }
+def start(model: Path, folder: Path, keys: dict[str, str], arguments: argparse.Namespace) -> KVBoostServer:
+    """A server that knows the keys of both tenants."""
+    hashed = [f"{name} sha256:{hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in keys.items()]
+    (folder / "keys").write_text("".join(hashed))
+    settings = {"OMP_NUM_THREADS": str(arguments.threads), "KVBOOST_CACHE_BYTES": f"{arguments.cache_mib}MiB"}
     if arguments.disk_mib:
-        environment["KVBOOST_DISK_DIRECTORY"] = str(folder / "chunks")
-        environment["KVBOOST_DISK_BYTES"] = f"{arguments.disk_mib}MiB"
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        urls, rest = _listening(started)
-        yield urls[0], urls[1]
-        started.send_signal(signal.SIGTERM)
-        started.wait(END_S)
-        rest.join(END_S)
-    finally:
-        started.kill()
-        started.wait()
-        if started.stderr is not None:
-            started.stderr.close()
+        settings["KVBOOST_DISK_DIRECTORY"] = str(folder / "chunks")
+        settings["KVBOOST_DISK_BYTES"] = f"{arguments.disk_mib}MiB"
+    options = ("--dtype", "float32", "--api-keys", str(folder / "keys"))
+    return KVBoostServer(folder, "timing", str(model), *options, **settings)
 
 
-def _listening(started: subprocess.Popen[str]) -> tuple[list[str], threading.Thread]:
-    """The URLs on which a server listens, and the thread that reads what else it says, so that it never waits."""
-    said = []
-    for line in started.stderr or ():
-        said.append(line)
-        if "listening on" in line:
-            rest = threading.Thread(target=lambda: list(started.stderr or ()), daemon=True)
-            rest.start()
-            return line.split("listening on ")[1].replace(",", " ").split(), rest
-    raise SystemExit("the server did not start:\n" + "".join(said))
-
-
-def evicted_chunks(metrics_url: str) -> int:
+async def evicted_chunks(server: KVBoostServer) -> int:
     """Chunks that left a tier for want of room."""
-    with urllib.request.urlopen(f"{metrics_url}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    return int(
-        float(re.findall(r'^kvboost_cache_evictions_total\{reason="importance_low"\} (\S+)', text, re.MULTILINE)[0])
-    )
+    async with server.admin() as admin:
+        return int((await state(admin))['kvboost_cache_evictions_total{reason="importance_low"}'])
 
 
 def show(result: dict[str, Any]) -> None:
@@ -260,11 +222,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     keys = {name: secrets.token_hex(16) for name in ("ann", "bob")}
     with (
         tempfile.TemporaryDirectory() as folder,
-        server(model, Path(folder), keys, arguments) as (url, metrics_url),
-        closing(Client(url, keys, model.name)) as client,
+        start(model, Path(folder), keys, arguments) as server,
+        closing(Client(server.url, keys, "served")) as client,
     ):
         found = measure(client, Writer(arguments.words), arguments.probes, arguments.round)
-        evicted = evicted_chunks(metrics_url)
+        evicted = asyncio.run(evicted_chunks(server))
     result = {
         "benchmark": "timing",
         "model": model.name,
