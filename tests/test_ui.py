@@ -13,7 +13,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from browser import Browser
+from browser import Browser, Tab
 from kvboost.metrics import Metrics, by_source
 from kvboost.server.admin import make_admin_app
 from kvboost.server.tenants import Caller
@@ -226,20 +226,24 @@ def test_a_server_that_does_not_answer_is_noticed_and_so_is_its_return(browser: 
     tab.close()
 
 
+def assert_tick_asks_nothing(tab: Tab) -> int:
+    """Returns how many requests the page has made."""
+    asked = len(tab.requested())
+    tab.js("tick()")
+    assert len(tab.requested()) == asked
+    return asked
+
+
 def test_nothing_is_asked_while_the_page_is_paused_or_hidden(browser: Browser, site: Site) -> None:
     tab = signed_in(browser, site)
     tab.tab_to("#pause", back=True)
     tab.press("Enter")
     tab.wait("!poll.asking && $('link').textContent.startsWith('paused')")
-    asked = len(tab.requested())
-    tab.js("tick()")
-    assert len(tab.requested()) == asked
+    assert_tick_asks_nothing(tab)
     tab.press("Enter")
     tab.wait("!poll.asking && $('link').textContent.startsWith('live')")
     tab.js("Object.defineProperty(document, 'hidden', {get: () => true, configurable: true})")
-    asked = len(tab.requested())
-    tab.js("tick()")
-    assert len(tab.requested()) == asked
+    asked = assert_tick_asks_nothing(tab)
     tab.js("delete document.hidden, document.dispatchEvent(new Event('visibilitychange'))")
     tab.wait("!poll.asking")
     assert len(tab.requested()) > asked
