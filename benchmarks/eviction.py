@@ -5,8 +5,9 @@
 Hit tokens over all tokens, at 5, 10 and 30 % of the bytes of all distinct text. `importance` is what the store runs.
 `gain` is its hit rate over LRU's, less one; `closed` the share of the distance from LRU to the bound that it closes.
 The bound (`belady`) is MIN over whole requests with pieces that may be kept in part; `belady-whole` keeps whole pieces,
-as caches do, and evicts what is asked for again latest. `of_bound` and `of_belady` are shares of the two. Every cache
-starts empty.
+as caches do, and evicts what is asked for again latest. `of_bound` and `of_belady` are shares of the two. `unordered`
+knows how often each piece will still come, not when: in random order (`rag-mixed`, `rag-popular`) no policy without the
+future can expect more. Every cache starts empty.
 
 The constants of the policy were chosen on the `tune` part: the first half of the Mooncake traces, every sixth coding
 session, the first third of the RAG requests; and on four more sixths of the sessions, other orders of those RAG
@@ -42,14 +43,15 @@ from kvboost.chunking import Separators, make_chunker
 from kvboost.config import Settings
 from kvboost.simulation import readers
 from kvboost.simulation.policies import POLICIES, Policy
-from kvboost.simulation.replay import BOUND, WHOLE, Cell, grid, replay
+from kvboost.simulation.replay import BOUND, UNORDERED, WHOLE, Cell, grid, replay
 from kvboost.simulation.tokens import chunk_trace, encode_all
 from kvboost.simulation.trace import Piece, Trace
 from record import emit, rounded, versions
 
 SHARES = (0.05, 0.1, 0.3)
-SHOWN = ("lru", "lfu", "s3-fifo", "gdsf", "importance", WHOLE, BOUND)
+SHOWN = ("lru", "lfu", "s3-fifo", "gdsf", "importance", UNORDERED, WHOLE, BOUND)
 RAG = ("rag", "rag-mixed", "rag-popular", "retriever")
+OF = ("of_bound", "of_belady", "of_unordered")
 NOVEL_MIXES = 1000
 PARTS = {"tune": (0.0, 0.5), "test": (0.5, 1.0)}
 RAG_PARTS = {"tune": (0.0, 1 / 3), "test": (1 / 3, 1.0)}
@@ -137,6 +139,7 @@ def compare(cells: Sequence[Cell]) -> dict[str, Any]:
         "closed": gained / room if room > 0.005 else None,  # LRU is at the bound: there is nothing to close
         "of_bound": rate["importance"] / rate[BOUND],
         "of_belady": rate["importance"] / rate[WHOLE],
+        "of_unordered": rate["importance"] / rate[UNORDERED],
     }
 
 
@@ -171,21 +174,18 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "cells_below_lru_by_1_percent": sum(g < -0.01 for g in gains),
         "cells": len(gains),
         "mean_closed": statistics.mean([r["closed"] for r in results if r["closed"] is not None] or [0.0]),
-        **{
-            of: {n: found for n in RAG if (found := [r[of] for r in results if r["workload"] == n])}
-            for of in ("of_bound", "of_belady")
-        },
+        **{of: {n: found for n in RAG if (found := [r[of] for r in results if r["workload"] == n])} for of in OF},
     }
 
 
 def show(results: list[dict[str, Any]], novel: dict[str, Any], figures: dict[str, Any]) -> None:
-    table = Table("workload", "budget", *SHOWN, "gain", "closed", "of bound", "of Belady")
+    table = Table("workload", "budget", *SHOWN, "gain", "closed", "of bound", "of Belady", "of unordered")
     for column in table.columns[1:]:
         column.justify = "right"
     for r in results:
         closed = "" if r["closed"] is None else f"{r['closed']:.0%}"
         rates = (f"{r[p]:.1%}" for p in SHOWN)
-        of = (f"{r[of]:.0%}" for of in ("of_bound", "of_belady"))
+        of = (f"{r[of]:.0%}" for of in OF)
         table.add_row(r["workload"], f"{r['share']:.0%}", *rates, f"{r['gain']:+.1%}", closed, *of)
     Console(width=130).print(table)
     after = Table("1,000 novel mixes: kept", *novel)

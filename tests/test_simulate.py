@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvboost.cli import app
 from kvboost.errors import InputError
-from kvboost.simulation.belady import belady
+from kvboost.simulation.belady import belady, unordered
 from kvboost.simulation.breaks import classify, common_prefix
 from kvboost.simulation.policies import LRU, POLICIES, Importance
 from kvboost.simulation.readers import Log, read
@@ -101,6 +102,27 @@ def test_belady_keeps_pieces_whole() -> None:
     t = trace([[0], [1], [0], [1]], sizes=(3, 2))  # three tokens and two, room for four
     assert belady(t, 4, whole=True) == 3
     assert belady(t, 4) == 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(REQUESTS, st.integers(1, 12))
+def test_knowing_how_often_is_worth_no_more_than_knowing_when(requests: Names, capacity: int) -> None:
+    t = trace(requests)
+    assert unordered(t, capacity) <= belady(t, capacity)
+
+
+def test_what_comes_most_often_is_kept_even_if_something_else_comes_sooner() -> None:
+    t = trace([[1], [2], [2], [2], [1], [1], [1], [1]])
+    assert unordered(t, 1) == 4  # 1 is there from the start, 2 is always computed
+    assert belady(t, 1) == 5
+
+
+def test_in_random_order_no_policy_hits_more_than_one_that_knows_how_often() -> None:
+    rng = random.Random(7)
+    names = [[name] for name in range(60) for _ in range(1 + 120 // (1 + name))]
+    rng.shuffle(names)
+    t = trace(names)
+    assert all(replay(t, make(12)) <= unordered(t, 12) for make in POLICIES.values())
 
 
 def test_the_bound_is_belady_on_pieces_of_one_size() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvboost.simulation.belady import belady
+from kvboost.simulation.belady import belady, unordered
 from kvboost.simulation.policies import POLICIES, Policy
 from kvboost.simulation.trace import Piece, Trace
 
 BOUND = "belady"
 WHOLE = "belady-whole"
+UNORDERED = "unordered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,10 @@ def replay(trace: Trace, policy: Policy, count: Callable[[int, int], None] | Non
 def grid(
     trace: Trace, shares: Sequence[float], policies: Sequence[str], footprint_tokens: int | None = None
 ) -> Iterator[Cell]:
-    """Every policy (of `POLICIES`, `BOUND`, `WHOLE`) at every budget: a share of the given footprint or the trace's."""
+    """Every policy at every budget, a share of the given footprint or the trace's.
+
+    Policies are those of `POLICIES`, and `BOUND`, `WHOLE`, `UNORDERED`.
+    """
     footprint = trace.footprint_tokens if footprint_tokens is None else footprint_tokens
     for share in shares:
         capacity = int(share * footprint)
@@ -67,6 +71,8 @@ def grid(
 
 
 def _hits(trace: Trace, policy: str, capacity_tokens: int) -> int:
+    if policy == UNORDERED:
+        return unordered(trace, capacity_tokens)
     if policy in (BOUND, WHOLE):
         return belady(trace, capacity_tokens, whole=policy == WHOLE)
     return replay(trace, POLICIES[policy](capacity_tokens))
