@@ -20,6 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvboost.cli import app
+from kvboost.cli.serve import _in_passing
+from kvboost.errors import ModelError
 from kvboost.server import ServerOptions, make_app
 from kvboost.server.process import listen
 from server_run import STORY, eventually, get, open_service, post, serving, stories
@@ -190,3 +192,15 @@ def test_metrics_are_exposed_where_there_are_any(shared_data: Path) -> None:
             post(f"{url}/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 1}},
                  headers={"x-request-id": "me"})  # fmt: skip
     eventually(lambda: heard == ["me length"])
+
+
+def test_the_thread_that_loads_a_model_is_gone_afterwards_and_its_errors_are_told() -> None:
+    thread = _in_passing(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+    def fail() -> None:
+        raise ModelError("no such model")
+
+    with pytest.raises(ModelError, match="no such model"):
+        _in_passing(fail)
