@@ -21,7 +21,7 @@ from kvboost import InputError, KVBoost, SettingsError
 from kvboost.hf.processors import make_processors
 from kvboost.serving import Busy, Job, JobFailed, Piece, Sampling
 from kvboost.serving.sampling import Sampler
-from kvboost.serving.scheduler import BLOCKS_ALONE, Scheduler
+from kvboost.serving.scheduler import QUIET_BLOCKS, Scheduler
 from kvboost.types import Kind
 from scenario import engine, prompt
 
@@ -391,25 +391,27 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
         assert run(lambda: work(scheduler)) >= 400 // 8
 
 
-def test_a_prompt_that_is_alone_is_computed_in_larger_blocks() -> None:
+def test_prompts_are_computed_in_larger_blocks_while_no_answer_is_held_up() -> None:
     model = build_fresh("llama")
     sizes: list[int] = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
+    quiet = 16 * QUIET_BLOCKS
 
     async def work(scheduler: Scheduler) -> None:
-        sizes.clear()
-        await answer(scheduler, job(random_ids(100, seed=1), Sampling(1)))
-        assert sizes == [32 * BLOCKS_ALONE, 100 - 32 * BLOCKS_ALONE]
+        for size, blocks in ((quiet + 32, [quiet + 32]), (quiet + 33, [quiet, 33]), (3 * quiet, [quiet] * 3)):
+            sizes.clear()
+            await answer(scheduler, job(random_ids(size, seed=size), Sampling(1)))
+            assert sizes == blocks, "a small rest is computed with the last block"
         other = scheduler.submit(job(random_ids(9), Sampling(400, temperature=0.0, ignore_eos=True)))
         await anext(other)
         sizes.clear()
         await answer(scheduler, job(random_ids(100, seed=2), Sampling(1)))
-        assert [n for n in sizes if n > 1] == [32, 32, 32, 4], "the other one waits for no more than a block"
+        assert [n for n in sizes if n > 1] == [*[16] * 5, 20], "the other one waits for no more than a block"
         await other.aclose()
 
-    with service(engine(model), block_tokens=32) as scheduler:
+    with service(engine(model), block_tokens=16) as scheduler:
         run(lambda: work(scheduler))
 
 

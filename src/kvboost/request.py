@@ -58,18 +58,19 @@ class OpenRequest:
             self.prefilled = replace(prefilled, filled=replace(prefilled.filled, cache=self.slot.cache))
 
     def extend(self, block_tokens: int) -> torch.Tensor | None:
-        """Computes the next rows of the prompt, at most `block_tokens`; once it is complete, the logits after it [V].
+        """Computes the next `block_tokens` rows of the prompt; once it is complete, the logits after it [V].
 
+        The last block is up to a quarter larger, since a small rest costs nearly as much as a block.
         If the forward fails, nothing has changed.
         """
         if self.slot is None:
             raise RuntimeError("a model without plain cache rows cannot be prefilled in blocks")
         began, held, size = time.perf_counter(), self.held_tokens, self.input_ids.shape[1]
-        own = self.support.block_tokens(size, self.settings, behind=held)
+        own = self.support.block_tokens(size, self.settings, behind=self.plan.prefix_tokens)
         block = own if self.support.regime(size) else min(block_tokens, own)
         try:
             with model_lock(self.model):
-                if size - held <= block:
+                if size - held <= block + block // 4:
                     self.logits = last_logits(self.model, self.input_ids[:, held:], self.slot.cache)
                 else:
                     stock_prefill(self.model, self.input_ids, self.slot.cache, held + block, block_tokens=block)

@@ -31,7 +31,7 @@ from kvboost.serving.text import TokenTexts
 logger = logging.getLogger("kvboost")
 
 LONGEST_RETRY_S = 60.0
-BLOCKS_ALONE = 2  # that a prompt computes at once while it is the only job: smaller forwards cost more per row
+QUIET_BLOCKS = 8  # that a prompt computes at once while no answer waits for it: smaller forwards cost more per row
 GRACE_S = 30.0  # for the turn that ends what is left when a drain has timed out
 
 
@@ -41,6 +41,7 @@ class Scheduler:
     def __init__(self, engine: KVBoost, *, slots: int = 8, queue: int = 64, block_tokens: int = 256) -> None:
         """Works on `slots` jobs at a time, keeps up to `queue` waiting, and prefills `block_tokens` a turn.
 
+        While no answer is under way that a block could hold up, `QUIET_BLOCKS` of them are computed at once.
         Raises `InputError` for a number below one.
         """
         for name, value in (("slots", slots), ("queue", queue), ("block_tokens", block_tokens)):
@@ -145,7 +146,8 @@ class Scheduler:
         self._admit()
         due = next((a for a in self._active if not a.is_decoding), None)
         if due is not None:
-            block_tokens = self.block_tokens * (BLOCKS_ALONE if len(self._active) == 1 else 1)
+            quiet = not any(a.is_decoding for a in self._active)
+            block_tokens = self.block_tokens * (QUIET_BLOCKS if quiet else 1)
             self._try(due, lambda: due.advance_prompt(block_tokens))
             with self._changed:
                 if due in self._active:
