@@ -5,9 +5,9 @@
 Three servers on loopback, each a process of its own: `kvboost serve`, `transformers serve`, and the latter with
 `--continuous-batching`. Two kinds of traffic, asked by one client as streamed chats. *Shared*: the same documents
 behind a new line, or in another order; each server has answered one prompt over them before the clock starts. *New*:
-files of which no server has seen a line. Every request goes to all servers, one after another, in an order that
-rotates, so only one server works at a time. TTFT is from sending the request to the first event with text. Ends with
-one JSON line.
+files of which no server has seen a line. Every request goes to all servers, one after another with a short rest before
+each, in every order in turn, so only one server works at a time and none always follows the same one. TTFT is from
+sending the request to the first event with text. Ends with one JSON line.
 
 `transformers serve` needs its own extra (`pip install 'transformers[serving]'`). A server that cannot run is left out,
 and the line of results says why.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import socket
@@ -47,6 +48,7 @@ CHARACTERS_PER_TOKEN = 3.3  # of source code, about; the lengths that came out a
 CB_BLOCKS = ("--cb-num-blocks", "64", "--cb-max-batch-tokens", "2048")  # 16k tokens, not 60 % of the memory
 LINE_CHARACTERS = 20  # shorter lines, such as imports, may come again: they are no run of 16 tokens
 PATIENCE_S = 300.0
+REST_S = 0.3
 
 
 @dataclass
@@ -160,11 +162,12 @@ def traffic(num_tokens: int, count: int, seed: int) -> Iterator[tuple[str, str]]
 async def measure(running: Sequence[Running], requests: int, num_tokens: int, new_tokens: int, seed: int) -> None:
     """Asks every request of every server that runs, and notes the times. A server that fails is asked no more."""
     async with httpx.AsyncClient(timeout=PATIENCE_S, verify=False, trust_env=False) as http:
-        for number, (kind, text) in enumerate(traffic(num_tokens, requests, seed)):
-            first = number % len(running)
-            for server in [*running[first:], *running[:first]]:
+        orders = itertools.cycle(itertools.permutations(running))
+        for (kind, text), order in zip(traffic(num_tokens, requests, seed), orders, strict=False):
+            for server in order:
                 if server.refused is not None:
                     continue
+                await asyncio.sleep(REST_S)  # whoever answered last stores what it computed
                 try:
                     await ask(http, server, kind, text, new_tokens)
                 except (RuntimeError, httpx.HTTPError) as error:
