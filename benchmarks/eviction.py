@@ -187,7 +187,7 @@ def show(results: list[dict[str, Any]], novel: dict[str, Any], figures: dict[str
         rates = (f"{r[p]:.1%}" for p in SHOWN)
         of = (f"{r[of]:.0%}" for of in OF)
         table.add_row(r["workload"], f"{r['share']:.0%}", *rates, f"{r['gain']:+.1%}", closed, *of)
-    Console(width=130).print(table)
+    Console(width=150).print(table)
     after = Table("1,000 novel mixes: kept", *novel)
     for title in ("in one go", "a warm prompt after every tenth"):
         after.add_row(title, *(f"{kept[title]:.0%}" for kept in novel.values()))
