@@ -60,7 +60,7 @@ class OpenRequest:
     def extend(self, block_tokens: int) -> torch.Tensor | None:
         """Computes the next `block_tokens` rows of the prompt; once it is complete, the logits after it [V].
 
-        The last block is up to a quarter larger, since a small rest costs nearly as much as a block.
+        The last block is up to a quarter larger where the settings allow it: a small rest costs as much as a block.
         If the forward fails, nothing has changed.
         """
         if self.slot is None:
@@ -70,7 +70,7 @@ class OpenRequest:
         block = own if self.support.regime(size) else min(block_tokens, own)
         try:
             with model_lock(self.model):
-                if size - held <= block + block // 4:
+                if size - held <= min(block + block // 4, own):
                     self.logits = last_logits(self.model, self.input_ids[:, held:], self.slot.cache)
                 else:
                     stock_prefill(self.model, self.input_ids, self.slot.cache, held + block, block_tokens=block)
