@@ -104,6 +104,14 @@ def test_text_behind_its_old_context_begins_with_the_smallest_budget() -> None:
     assert gate.budgets(Settings(), head_changed)[0] < gate.budgets(Settings(), reordered)[0]
 
 
+@pytest.mark.parametrize("ratio", [0.02, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1])
+def test_a_small_budget_leaves_enough_rows_to_judge_by(ratio: float) -> None:
+    """Of some per cent of a short text one or two rows are left for a sample, with which every risk is the highest."""
+    report = greedy(warmed(recompute_ratio=ratio, risk_bound=1e9).generate, MOVED, 1).report
+    assert 0 < report.signs["unexplained"] < 1
+    assert report.repaired_tokens < 0.3 * report.moved_tokens
+
+
 @pytest.mark.parametrize("strategy", ["none", "epic"])
 def test_a_strategy_without_a_sample_is_measured_by_one_and_charged_for_it(strategy: str) -> None:
     judged, bare = (

@@ -42,7 +42,7 @@ def select_guided(assembly: Assembly, settings: Settings) -> Selection:
     first = heads(plan.runs, [max(0, min(HEAD_ROWS, room))] * len(plan.runs))
     score = seen.mass[assembly.positions(moved)]
     score[np.searchsorted(moved, np.union1d(sampled, first))] = float("inf")
-    return Selection(top(moved, score, budget), sampled, probed_rows=seen.charged_rows, seen=seen)
+    return Selection(top(moved, score, budget), sampled, corrects=True, probed_rows=seen.charged_rows, seen=seen)
 
 
 def question(plan: ReusePlan) -> Int32Array:

@@ -20,6 +20,8 @@ from kvboost.repair.guided import question, sample
 from kvboost.repair.selection import Selection, Strategy, positions_of
 from kvboost.types import Int32Array, Kind, ReusePlan
 
+EVIDENCE_ROWS = 8  # that the gate judges by at least; a step of the sample is shorter in a short text
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mended:
@@ -111,14 +113,18 @@ def compute(
 
 
 def _with_evidence(selection: Selection, assembly: Assembly, settings: Settings) -> Selection:
-    """The selection, with a look at the question's attention and a sample to measure by, if it has none."""
+    """The selection, with a look at the question's attention and a sample to measure by, if it has none or a poor one.
+
+    Without evidence every risk is the highest, and what is fresh would be computed once more for nothing.
+    """
     if selection.seen is None:
         seen = glance(assembly, assembly.positions(question(assembly.plan)))
         selection = replace(selection, seen=seen, probed_rows=selection.probed_rows + seen.charged_rows)
-    if not len(selection.sampled):
-        drawn = sample(assembly.plan, settings.sample_step, assembly.plan.num_tokens)
-        rows = np.union1d(selection.rows, drawn).astype(np.int32)
-        selection = replace(selection, rows=rows, sampled=drawn, corrects=False)
+    plan = assembly.plan
+    if len(np.intersect1d(selection.sampled, selection.rows)) < EVIDENCE_ROWS:
+        step = min(settings.sample_step, max(1, plan.count(Kind.MOVED) // EVIDENCE_ROWS))
+        drawn = sample(plan, step, plan.num_tokens)
+        selection = replace(selection, rows=np.union1d(selection.rows, drawn).astype(np.int32), sampled=drawn)
     return selection
 
 

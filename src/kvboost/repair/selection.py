@@ -25,7 +25,7 @@ class Selection:
 
     rows: Int32Array = field(default_factory=no_rows)  # sorted positions
     sampled: Int32Array = field(default_factory=no_rows)  # of `rows`: a regular sample, see `kvboost.hf.correction`
-    corrects: bool = True  # False: the sample is measured, and not used to correct the other rows
+    corrects: bool = False  # whether the sample corrects the other rows, or is measured only
     probed_rows: float = 0.0  # cost of choosing, in rows through all layers
     seen: Glance | None = None  # what the question saw before the repair, if it was asked
 
