@@ -1,18 +1,20 @@
 """How true reuse is, on real weights: KL(full prefill || ours) over the full prefill's own next 32 tokens.
 
-    kvboost bench fidelity [--model DIR | --gemma] [--prompts 12] [--tokens 1500] [--dtype float32]
+    kvboost bench fidelity [--model DIR | --gemma] [--prompts 12] [--tokens 1500] [--dtype float32] [--out FILE]
+    kvboost bench fidelity --report FILES --plot docs/fidelity
 
 Documents are captured online, in one order, inside an ordinary request; then they are asked about in another order:
 half of the prompts quote a passage and ask how it goes on, half ask about the order. In every other pair of prompts the
 first document is left out (*one fewer*), so that rows move to the front of where they were. Each method scores
 the same teacher-forced continuation: the 32 tokens that a full prefill generates greedily. *unshifted* serves moved
-keys without rotating them: it shows what the shift is worth.
+keys without rotating them: it shows what the shift is worth. `--report` reads the last line of each file instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import statistics
 import sys
@@ -33,6 +35,7 @@ from prompts import ORDER_QUESTION, document_sets, encode, shuffled
 from record import emit, versions
 
 CONTINUATION = 32
+SHOWN_FROM = 1e-7  # where the axis of a plot begins
 METHODS: dict[str, dict[str, Any]] = {
     "unshifted keys": {"recompute_strategy": "none", "gate": False},
     "none": {"recompute_strategy": "none", "gate": False},
@@ -139,8 +142,51 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=120).print(table)
 
 
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Mean KL of every method with its share of rows computed again; axes per result, to `path` (.svg and .png)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(results), figsize=(5.2 * len(results), 3.6), squeeze=False, sharex=True)
+    for here, result in zip(axes[0], results, strict=True):
+        rows = [r for r in result["rows"] if ";" not in r["method"]]  # without its parts
+        for position, row in enumerate(rows):
+            mean, worst = (max(row[k], SHOWN_FROM) for k in ("kl_mean", "kl_worst"))
+            here.plot([mean, worst], [position, position], "-", color="tab:grey")
+            here.plot([mean], [position], "o", color="tab:blue")
+        here.set_yticks(range(len(rows)), [f"{r['method']}, {r['charged']:.0%}" for r in rows])
+        here.invert_yaxis()
+        here.set(xscale="log", xlabel="KL per token (nat): mean, line to the worst", title=result["model"])
+        here.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix), dpi=150)
+    pyplot.close(figure)
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs the benchmark and prints its table."""
+    torch.set_num_threads(arguments.threads)
+    embedded = GEMMA3 if arguments.gemma else SMOLLM2
+    kv = KVBoost.from_pretrained(arguments.model or ensure(embedded), dtype=getattr(torch, arguments.dtype))
+    results = measure(kv, arguments.prompts, arguments.tokens)
+    rows = [summary(method, values) for method, values in results.items()]
+    name = arguments.model or embedded.name
+    show(rows, f"{name}, {arguments.dtype}, reordered documents captured online, about {arguments.tokens} tokens")
+    return {
+        "benchmark": "fidelity",
+        "model": Path(name).name,
+        "dtype": arguments.dtype,
+        "tokens": arguments.tokens,
+        "versions": versions(),
+        "rows": [{k: round(v, 7) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+    }
+
+
 def main() -> None:
-    """Runs the benchmark and ends with one JSON line."""
+    """Runs or reports, and ends with one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="model directory; default: the embedded SmolLM2-135M-Instruct")
     parser.add_argument("--gemma", action="store_true", help="the embedded Gemma 3 270M instead")
@@ -149,23 +195,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    parser.add_argument("--report", type=Path, nargs="+", help="only report the last line of each of these files")
+    parser.add_argument("--plot", type=Path, help="draw the results, as .svg and .png")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    embedded = GEMMA3 if arguments.gemma else SMOLLM2
-    kv = KVBoost.from_pretrained(arguments.model or ensure(embedded), dtype=getattr(torch, arguments.dtype))
-    results = measure(kv, arguments.prompts, arguments.tokens)
-    rows = [summary(method, values) for method, values in results.items()]
-    name = arguments.model or embedded.name
-    show(rows, f"{name}, {arguments.dtype}, reordered documents captured online, about {arguments.tokens} tokens")
-    result = {
-        "benchmark": "fidelity",
-        "model": Path(name).name,
-        "dtype": arguments.dtype,
-        "tokens": arguments.tokens,
-        "versions": versions(),
-        "rows": [{k: round(v, 7) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
-    }
-    emit(result, arguments.out)
+    if arguments.report:
+        results = [json.loads(path.read_text().splitlines()[-1]) for path in arguments.report]
+        for result in results:
+            show(result["rows"], f"{result['model']}, {result['dtype']}, about {result['tokens']} tokens")
+        print(json.dumps({"benchmark": "fidelity", "results": results}))
+    else:
+        results = [measured(arguments)]
+        emit(results[0], arguments.out)
+    if arguments.plot:
+        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":

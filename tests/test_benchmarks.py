@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import eviction
+import fidelity
 import gpu_check
 import prefix
 
@@ -68,3 +70,27 @@ def test_eviction_is_told_beside_lru_and_the_bound(shared_data: Path, tmp_path: 
         assert max(row[p] for p in eviction.SHOWN) == row["belady"]
     assert min(result["novel"]["importance"].values()) >= 0.9
     assert max(result["novel"]["lru"].values()) < 0.1, "the mixes do flood a store that takes everything in"
+
+
+def test_a_recorded_run_of_fidelity_is_reported_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "prompts": 2.0,
+        "kl_mean": 0.01,
+        "kl_p95": 0.02,
+        "kl_worst": 0.02,
+        "top1": 1,
+        "first_divergence": 32,
+        "charged": 0,
+    }
+    lines = [
+        {"benchmark": "fidelity", "model": model, "dtype": "float32", "tokens": 9, "rows": [{"method": "none", **row}]}
+        for model in ("older", "newer")
+    ]
+    recorded = tmp_path / "fidelity.jsonl"
+    recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", ["fidelity", "--report", str(recorded), "--plot", str(tmp_path / "drawn")])
+    fidelity.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == lines[1:], "the last run of a file counts"
+    assert all((tmp_path / f"drawn.{suffix}").stat().st_size > 1000 for suffix in ("svg", "png"))
