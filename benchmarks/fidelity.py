@@ -144,10 +144,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Mean KL of every method with its share of rows computed again; axes per result, to `path` (.svg and .png)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from drawing import pyplot, save
 
     figure, axes = pyplot.subplots(1, len(results), figsize=(5.2 * len(results), 3.6), squeeze=False, sharex=True)
     for here, result in zip(axes[0], results, strict=True):
@@ -160,10 +157,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         here.invert_yaxis()
         here.set(xscale="log", xlabel="KL per token (nat): mean, line to the worst", title=result["model"])
         here.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:

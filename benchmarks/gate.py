@@ -118,10 +118,7 @@ def show(found: dict[str, Any], title: str) -> None:
 
 def plot(results: list[Result], weights: Floats, path: Path) -> None:
     """Estimated against measured KL, to `path` (.svg and .png)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from drawing import pyplot, save
 
     figure, axes = pyplot.subplots(figsize=(6, 4.6))
     served = [r for r in results if r.signs and r.moved]
@@ -137,9 +134,7 @@ def plot(results: list[Result], weights: Floats, path: Path) -> None:
     axes.set(xlabel="estimated upper bound of the KL (nat)", ylabel="measured KL (nat)", title="Held-out prompts")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
+    save(figure, path)
 
 
 def main() -> None:

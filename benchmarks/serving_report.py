@@ -204,10 +204,7 @@ def _shown(value: float | None, form: str) -> str:
 
 def plot(results: Sequence[Outcome], path: Path) -> None:
     """Time to first token and share reused of every system, one row of axes per source, to `path` (.svg and .png)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from drawing import pyplot, save
 
     everything = by_system(results)
     sources = list(dict.fromkeys(r.source for r in results))
@@ -216,10 +213,7 @@ def plot(results: Sequence[Outcome], path: Path) -> None:
         rows = {s: [r for r in rs if r.source == source] for s, rs in everything.items()}
         _plot_times(times, rows, source)
         _plot_shares(shares, rows, source)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _plot_times(axes: Any, rows: Rows, source: str) -> None:

@@ -172,10 +172,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """TTFT over prompt length, one line per scenario and the full prefill, to `path` (.svg and .png)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from drawing import pyplot, save
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     full = [r for r in rows if r["scenario"] == "nothing shared"]
@@ -186,9 +183,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set(xlabel="prompt length (tokens)", ylabel="time to first token (s)", title=title, yscale="log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
+    save(figure, path)
 
 
 def recorded_rows(path: Path, dtype: str) -> list[dict[str, Any]]:
