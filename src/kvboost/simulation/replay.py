@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvboost.simulation.belady import belady, unordered
 from kvboost.simulation.policies import POLICIES, Policy
@@ -12,6 +13,12 @@ from kvboost.simulation.trace import Piece, Trace
 BOUND = "belady"
 WHOLE = "belady-whole"
 UNORDERED = "unordered"
+ORACLES: Mapping[str, Callable[[Trace, int], int]] = {
+    BOUND: belady,
+    WHOLE: partial(belady, whole=True),
+    UNORDERED: unordered,
+}
+"""What knows the future: hit tokens of a trace at a capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ def grid(
 ) -> Iterator[Cell]:
     """Every policy at every budget, a share of the given footprint or the trace's.
 
-    Policies are those of `POLICIES`, and `BOUND`, `WHOLE`, `UNORDERED`.
+    Policies are those of `POLICIES` and `ORACLES`.
     """
     footprint = trace.footprint_tokens if footprint_tokens is None else footprint_tokens
     for share in shares:
@@ -71,10 +78,8 @@ def grid(
 
 
 def _hits(trace: Trace, policy: str, capacity_tokens: int) -> int:
-    if policy == UNORDERED:
-        return unordered(trace, capacity_tokens)
-    if policy in (BOUND, WHOLE):
-        return belady(trace, capacity_tokens, whole=policy == WHOLE)
+    if policy in ORACLES:
+        return ORACLES[policy](trace, capacity_tokens)
     return replay(trace, POLICIES[policy](capacity_tokens))
 
 
