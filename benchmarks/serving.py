@@ -44,6 +44,7 @@ SYSTEMS: Mapping[str, dict[str, Any]] = {
     "epic": {"recompute_strategy": "epic", "gate": False},
     "guided, fast": {"recompute_strategy": "guided", "fidelity": "fast"},
     "guided, balanced": {"recompute_strategy": "guided", "fidelity": "balanced"},
+    "guided, 40 %": {"recompute_strategy": "guided", "recompute_ratio": 0.4, "gate": False},
 }
 
 

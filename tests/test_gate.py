@@ -15,8 +15,8 @@ from kvboost.config import Settings
 from kvboost.repair import gate
 from kvboost.repair.gate import Signs, bound, estimate
 from kvboost.stats import Backoff
-from kvboost.types import Kind, Lineage, ReusePlan
-from scenario import SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
+from kvboost.types import Kind, Lineage, ReusePlan, Segment, Span
+from scenario import DOCUMENTS, QUESTION, SYSTEM, engine, greedy, join, logits, plain_logits, prompt, relative_error
 
 pytestmark = pytest.mark.smoke
 MOVED = prompt("3120")
@@ -102,6 +102,42 @@ def test_text_behind_its_old_context_begins_with_the_smallest_budget() -> None:
     head_changed, reordered = kv.plan(join(random_ids(6, seed=9), prompt("0123"))), kv.plan(MOVED)
     assert head_changed.familiarity > gate.FAMILIAR > reordered.familiarity
     assert gate.budgets(Settings(), head_changed)[0] < gate.budgets(Settings(), reordered)[0]
+
+
+def moved_runs(num_runs: int, run_tokens: int, fresh_tokens: int = 16) -> ReusePlan:
+    spans = [Span(i * run_tokens, (i + 1) * run_tokens) for i in range(num_runs)]
+    end = num_runs * run_tokens
+    question = Segment(Span(end, end + fresh_tokens), Kind.FRESH)
+    return ReusePlan(end + fresh_tokens, (*(Segment(s, Kind.MOVED, b"record") for s in spans), question), end)
+
+
+@pytest.mark.parametrize(
+    ("run_tokens", "balanced", "fast"),
+    [(500, 0.15, 0.05), (gate.RUN_TOKENS, 0.15, 0.05), (gate.RUN_TOKENS // 2, 0.3, 0.1), (20, 0.4, 0.15)],
+)
+def test_short_runs_begin_with_more(run_tokens: int, balanced: float, fast: float) -> None:
+    plan = moved_runs(10, run_tokens)
+    assert gate.budgets(Settings(), plan)[0] == pytest.approx(balanced)
+    assert gate.budgets(Settings(fidelity="fast"), plan)[0] == pytest.approx(fast)
+    assert gate.budgets(Settings(recompute_ratio=0.02), plan) == (0.02, 0.15, 0.4), "what is set is taken as it is"
+
+
+@given(st.integers(1, 40), st.integers(1, 400), st.sampled_from(["balanced", "fast"]))
+def test_budgets_always_grow(num_runs: int, run_tokens: int, fidelity: Any) -> None:
+    found = gate.budgets(Settings(fidelity=fidelity), moved_runs(num_runs, run_tokens))
+    assert list(found) == sorted(set(found))
+    assert found[-1] == 0.4
+
+
+def test_behind_much_new_text_moved_rows_are_given_up_before_it_is_computed_twice() -> None:
+    tried = []
+    for new_tokens in (9, 300):
+        head = random_ids(new_tokens, seed=5)
+        kv = warmed(risk_bound=0.0)
+        out = greedy(kv.generate, join(SYSTEM, head, *DOCUMENTS[:2], QUESTION), 1)
+        assert "bound" in (out.report.fallback or "")
+        tried.append(out.report.escalations)
+    assert tried == [2, 1]
 
 
 @pytest.mark.parametrize("ratio", [0.02, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1])

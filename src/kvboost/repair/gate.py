@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from kvboost.config import Settings
-from kvboost.types import ReusePlan
+from kvboost.types import Kind, ReusePlan
 
 FLOOR = 1e-4  # of every sign: a smaller one says no more
 INTERCEPT = 2.83
@@ -30,9 +30,14 @@ BUDGETS: Mapping[str, tuple[float, ...]] = {
     "fast": (0.05, 0.15, 0.4),
 }
 """Shares of the moved rows that are tried one after the other while the estimate is above the bound."""
+RUN_TOKENS = 160
+"""The first shares are meant for runs of so many tokens or more. Shorter ones have more seams, and more of what they
+saw stands elsewhere now: they begin with proportionally more, at most with the next share."""
 FAMILIAR = 0.5
 """From this share of common context on, moved text stands behind what it was computed behind: only a line at the head
 changed, say. Whatever the fidelity, little is tried first then. Reordered documents come to 0.4 at most."""
+WORTH = 0.75
+"""Of the rows of a prefill: a larger budget that computes more of them is not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,20 @@ def budgets(settings: Settings, plan: ReusePlan) -> tuple[float, ...]:
     """The first budget of the settings, and what is tried above the bound."""
     name = "familiar" if plan.familiarity >= FAMILIAR else settings.fidelity
     ladder = BUDGETS.get(name, BUDGETS["balanced"])
-    first = ladder[0] if settings.recompute_ratio is None else settings.recompute_ratio
+    first = settings.recompute_ratio
+    if first is None:
+        shortness = RUN_TOKENS * len(plan.runs) / max(1, plan.count(Kind.MOVED))
+        first = min(ladder[1], ladder[0] * max(1.0, shortness))
     return (first, *(b for b in ladder if b > first))
+
+
+def promising(plan: ReusePlan, ratio: float) -> bool:
+    """Whether one more forward, with a share `ratio` of the moved rows, is worth trying before a prefill of the prompt.
+
+    It computes fresh rows once more: behind much new text it costs about what the prefill does, and may not suffice.
+    """
+    rows = plan.count(Kind.FRESH) + ratio * plan.count(Kind.MOVED) - len(plan.repaired)
+    return rows <= WORTH * (plan.num_tokens - plan.prefix_tokens)
 
 
 def estimate(signs: Signs) -> float:

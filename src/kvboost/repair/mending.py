@@ -46,11 +46,11 @@ def mend(assembly: Assembly, strategy: Strategy, settings: Settings) -> Mended:
     """Fills the assembly: rows that `strategy` chooses and rows that are fresh are computed at their true positions.
 
     With the gate, the budget grows until the estimated risk is within the bound. A risk above it in what is returned
-    means that the largest budget was not enough either, and that the prompt must be prefilled.
+    means that the largest budget worth trying was not enough either, and that the prompt must be prefilled.
     """
     mended = attempt(assembly, strategy, settings)
     for ratio in gate.budgets(settings, assembly.plan)[1:]:
-        if mended.risk is None or mended.risk <= gate.bound(settings):
+        if mended.risk is None or mended.risk <= gate.bound(settings) or not gate.promising(mended.plan, ratio):
             break
         larger = settings.model_copy(update={"recompute_ratio": ratio})
         again = attempt(replace(assembly, plan=mended.plan, filled=True), strategy, larger, mended.signs)

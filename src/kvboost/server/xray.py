@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from kvboost.config import Settings
 from kvboost.engine import KVBoost
 from kvboost.metrics import configured_recompute_ratio
+from kvboost.repair import gate
 from kvboost.store.memory import MemoryTier
 from kvboost.store.tier import StoredRecord
 from kvboost.tokenmap import REPAIRED, token_texts
@@ -162,7 +164,7 @@ def _segment(segment: Segment, source: tuple[str, StoredRecord] | None) -> dict[
 
 def _cost(kv: KVBoost, plan: ReusePlan, known: Mapping[bytes, tuple[str, StoredRecord]]) -> dict[str, Any]:
     fresh, moved = plan.count(Kind.FRESH), plan.count(Kind.MOVED)
-    planned = len(plan.repaired) if len(plan.repaired) else round(configured_recompute_ratio(kv.settings()) * moved)
+    planned = len(plan.repaired) if len(plan.repaired) else round(_first_budget(kv.settings(), plan) * moved)
     computed = fresh + planned
     per_token_s = _seconds_per_token(known)
     full_s = None if per_token_s is None else per_token_s * plan.num_tokens
@@ -174,6 +176,11 @@ def _cost(kv: KVBoost, plan: ReusePlan, known: Mapping[bytes, tuple[str, StoredR
         "full_prefill_s": full_s,
         "computed_s": None if per_token_s is None else per_token_s * computed,
     }
+
+
+def _first_budget(settings: Settings, plan: ReusePlan) -> float:
+    """Share of the moved rows that is likely to be recomputed."""
+    return gate.budgets(settings, plan)[0] if configured_recompute_ratio(settings) else 0.0
 
 
 def _seconds_per_token(known: Mapping[bytes, tuple[str, StoredRecord]]) -> float | None:
