@@ -36,6 +36,7 @@ class Result:
     top1: float
     first_divergence: float
     signs: dict[str, float] = field(default_factory=dict)  # what the gate saw
+    escalations: int | None = None  # budgets that were not enough; results of early versions do not tell
 
     def as_json(self) -> dict[str, Any]:
         """Rounded, so that lines stay short."""

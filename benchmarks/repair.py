@@ -82,6 +82,7 @@ def measure(
                 repaired=seen.repaired_tokens,
                 seconds=time.perf_counter() - began,
                 signs=dict(seen.signs),
+                escalations=seen.escalations,
                 **divergence(truth, ours),
             )
 

@@ -13,6 +13,7 @@ import eviction
 import fidelity
 import gpu_check
 import prefix
+from kvboost.repair import gate
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def test_the_gpu_check_times_what_it_names(checked: dict[str, Any]) -> None:
         documents = row["tokens"] - gpu_check.HEAD_TOKENS - gpu_check.QUESTION_TOKENS
         assert row["prefix_exact_tokens"] == documents
         assert row["moved_tokens"] > 0.7 * documents
-        assert 0 < row["moved_repaired_tokens"] < 0.3 * row["moved_tokens"]
+        most = gate.BUDGETS["balanced"][-1]  # which is the first for documents as short as these
+        assert 0 < row["moved_repaired_tokens"] <= most * row["moved_tokens"]
         assert row["fallbacks"] == []
         assert min(row[f"{name}_s"] for name in ("full", "cold", "prefix", "moved")) > 0
 

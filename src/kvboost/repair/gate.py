@@ -30,7 +30,7 @@ BUDGETS: Mapping[str, tuple[float, ...]] = {
     "fast": (0.05, 0.15, 0.4),
 }
 """Shares of the moved rows that are tried one after the other while the estimate is above the bound."""
-RUN_TOKENS = 160
+RUN_TOKENS = 128
 """The first shares are meant for runs of so many tokens or more. Shorter ones have more seams, and more of what they
 saw stands elsewhere now: they begin with proportionally more, at most with the next share."""
 FAMILIAR = 0.5
