@@ -47,7 +47,10 @@ def fit(results: list[Result]) -> Floats:
 
 
 def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, float]:
-    """Every prompt walked up the ladder of its fidelity; what is above the bound at the last one is prefilled."""
+    """Every prompt walked up the ladder of its fidelity; what is above the bound at the last one is prefilled.
+
+    All documents are long enough to begin with the first budget, see `RUN_TOKENS` of the gate.
+    """
     x, _ = features(results)
     estimates = {(r.case, r.context, r.system): e for r, e in zip(results, np.exp(x @ weights), strict=True)}
     measured = {(r.case, r.context, r.system): r.kl for r in results}

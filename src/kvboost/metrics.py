@@ -106,7 +106,9 @@ METRICS: Mapping[str, Definition] = {
     "kvboost_settings_generation": Definition("gauge", "Changes of the settings since the start."),
     "kvboost_settings_rejected_total": Definition("counter", "Versions of the settings file that were refused."),
     "kvboost_disabled": Definition("gauge", "1 while the cache is switched off."),
-    "kvboost_configured_recompute_ratio": Definition("gauge", "Share of the moved rows that is recomputed at first."),
+    "kvboost_configured_recompute_ratio": Definition(
+        "gauge", "Share of the moved rows that is recomputed at first; of short runs, more."
+    ),
     "kvboost_build_info": Definition("gauge", "Always 1; versions.", ("version", "transformers", "torch")),
 }
 """Every metric of ours, by the name that Prometheus stores."""

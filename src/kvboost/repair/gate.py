@@ -14,7 +14,7 @@ too: it says nothing about the rest of the answer (docs/log.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from kvboost.config import Settings
@@ -32,12 +32,13 @@ BUDGETS: Mapping[str, tuple[float, ...]] = {
 """Shares of the moved rows that are tried one after the other while the estimate is above the bound."""
 RUN_TOKENS = 128
 """The first shares are meant for runs of so many tokens or more. Shorter ones have more seams, and more of what they
-saw stands elsewhere now: they begin with proportionally more, at most with the next share."""
+saw stands elsewhere now: `guided` begins with proportionally more, at most with the next share."""
 FAMILIAR = 0.5
 """From this share of common context on, moved text stands behind what it was computed behind: only a line at the head
 changed, say. Whatever the fidelity, little is tried first then. Reordered documents come to 0.4 at most."""
 WORTH = 0.75
-"""Of the rows of a prefill: a larger budget that computes more of them is not tried."""
+"""Of the rows of a prefill: a larger budget that computes more of them is not tried. The prompt was just judged too far
+off, and for a third more rows at most it is exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,21 @@ def budgets(settings: Settings, plan: ReusePlan) -> tuple[float, ...]:
     ladder = BUDGETS.get(name, BUDGETS["balanced"])
     first = settings.recompute_ratio
     if first is None:
-        shortness = RUN_TOKENS * len(plan.runs) / max(1, plan.count(Kind.MOVED))
-        first = min(ladder[1], ladder[0] * max(1.0, shortness))
+        first = _first(ladder, plan) if settings.recompute_strategy == "guided" else ladder[0]
     return (first, *(b for b in ladder if b > first))
+
+
+def _first(ladder: Sequence[float], plan: ReusePlan) -> float:
+    """The first share for runs as long as the plan's; the second one if that is hardly more."""
+    shortness = RUN_TOKENS * len(plan.runs) / max(1, plan.count(Kind.MOVED))
+    first = ladder[0] * max(1.0, shortness)
+    return first if first < 0.8 * ladder[1] else ladder[1]
 
 
 def promising(plan: ReusePlan, ratio: float) -> bool:
     """Whether one more forward, with a share `ratio` of the moved rows, is worth trying before a prefill of the prompt.
 
-    It computes fresh rows once more: behind much new text it costs about what the prefill does, and may not suffice.
+    It computes fresh rows once more, so behind much new text it costs nearly what the prefill does, and is not exact.
     """
     rows = plan.count(Kind.FRESH) + ratio * plan.count(Kind.MOVED) - len(plan.repaired)
     return rows <= WORTH * (plan.num_tokens - plan.prefix_tokens)
