@@ -13,12 +13,12 @@ import eviction
 import fidelity
 import gpu_check
 import prefix
-from kvboost.repair import gate
 
 
 @pytest.fixture(scope="module")
 def checked() -> dict[str, Any]:
-    return gpu_check.main(["--miniature", "--repeats", "1", "--lengths", "384", "640"])
+    """Documents are longer than `RUN_TOKENS` of the gate, as in the check itself: of shorter ones it computes more."""
+    return gpu_check.main(["--miniature", "--repeats", "1", "--lengths", "1280", "1600"])
 
 
 def test_the_gpu_check_is_exact_where_it_promises_to_be(checked: dict[str, Any]) -> None:
@@ -32,14 +32,13 @@ def test_the_gpu_check_is_exact_where_it_promises_to_be(checked: dict[str, Any])
 
 
 def test_the_gpu_check_times_what_it_names(checked: dict[str, Any]) -> None:
-    assert [r["tokens"] for r in checked["rows"]] == [384 + gpu_check.HEAD_TOKENS, 640 + gpu_check.HEAD_TOKENS]
+    assert [r["tokens"] for r in checked["rows"]] == [1280 + gpu_check.HEAD_TOKENS, 1600 + gpu_check.HEAD_TOKENS]
     assert checked["skipped"] == []
     for row in checked["rows"]:
         documents = row["tokens"] - gpu_check.HEAD_TOKENS - gpu_check.QUESTION_TOKENS
         assert row["prefix_exact_tokens"] == documents
         assert row["moved_tokens"] > 0.7 * documents
-        most = gate.BUDGETS["balanced"][-1]  # which is the first for documents as short as these
-        assert 0 < row["moved_repaired_tokens"] <= most * row["moved_tokens"]
+        assert 0 < row["moved_repaired_tokens"] < 0.3 * row["moved_tokens"]
         assert row["fallbacks"] == []
         assert min(row[f"{name}_s"] for name in ("full", "cold", "prefix", "moved")) > 0
 
