@@ -1,0 +1,148 @@
+"""How much a better choice of rows could gain: the same budget, spent by oracles that know the full prefill's rows.
+
+    python benchmarks/ceiling.py [--gemma] --out FILE [--first 20] [--limit 28] [--shard 0/2]
+    python benchmarks/ceiling.py --report FILES
+
+No strategy can know these scores, and none is charged for them; the chosen rows are recomputed as any strategy's are:
+
+    deviation    how far the stored values of a row are from those of a full prefill, mean over the layers
+    attended     that, times the question's attention to the row
+    attributed   the share of the KL that the row's error makes: integrated gradients (Sundararajan et al. 2017) of
+                 KL(full prefill || ours) along the straight line from the stored rows to the true ones
+
+What `guided` could gain by choosing better, at no cost at all, lies between it and these. On the `tune` cases only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import cells
+import repair
+from compare import Result, report
+from fidelity import CONTINUATION, full_prefill
+from kvboost import KVBoost
+from kvboost.config import Settings
+from kvboost.hf import compat
+from kvboost.hf.assembly import Assembly
+from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
+from kvboost.hf.signals import glance
+from kvboost.repair import STRATEGIES
+from kvboost.repair.guided import question
+from kvboost.repair.selection import Selection, moved_positions, top
+from kvboost.shadow import kl_divergence
+
+ORACLES = ("deviation", "attended", "attributed")
+SYSTEMS: Mapping[str, dict[str, Any]] = {
+    **{name: repair.SYSTEMS[name] for name in ("none", "epic", "guided")},
+    **{name: {"recompute_strategy": "guided", "gate": False} for name in ORACLES},
+}
+POINTS = (0.125, 0.375, 0.625, 0.875)  # of the line, by the midpoint rule
+
+
+class Oracle:
+    """A strategy that knows the full prefill: its rows, its answer [1, 32] and its logits there, float32 [32, V]."""
+
+    def __init__(self, kv: KVBoost, input_ids: torch.Tensor) -> None:
+        self.name = ORACLES[0]
+        self.answer, self.truth = full_prefill(kv, input_ids)
+        cache = compat.DynamicCache()
+        with torch.no_grad():
+            compat.forward(kv.model, cache, input_ids=input_ids, logits_to_keep=1)
+        self.keys, self.values = [la.keys for la in cache.layers], [la.values for la in cache.layers]
+        self._known: dict[str, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """The next assembly is another one."""
+        self._known = {}
+
+    def __call__(self, assembly: Assembly, settings: Settings) -> Selection:
+        moved = moved_positions(assembly.plan)
+        if self.name not in self._known:
+            self._known[self.name] = self._score(assembly, torch.from_numpy(moved).long())
+        return Selection(top(moved, self._known[self.name], repair.BUDGET * len(moved)))
+
+    def _score(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+        if self.name == "attributed":
+            return self.attribution(assembly, moved)
+        deviation = self.deviation(assembly, moved)
+        if self.name == "deviation":
+            return deviation
+        return deviation * glance(assembly, assembly.positions(question(assembly.plan))).mass[moved]
+
+    def deviation(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+        """Squared distance of stored from true values over the mean squared length of true ones, float32 [n]."""
+        _, stored = assembly.layout.per_layer(assembly.payload)
+        total = torch.zeros(len(moved))
+        for mine, true in zip(stored, self.values, strict=True):
+            energy = true[:, :, moved].pow(2).sum((0, 1, 3)).mean()
+            total += (true - mine)[:, :, moved].pow(2).sum((0, 1, 3)) / energy
+        return total / len(stored)
+
+    def attribution(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+        """The part of the KL that each row's error makes, nat per token, float32 [n]; FRESH rows are true."""
+        cut = assembly.plan.segments[-1].span.start
+        keys, values = assembly.layout.per_layer(assembly.payload)
+        true = [x[:, :, :cut] for x in (*self.keys, *self.values)]
+        error = [t[:, :, moved] - x[:, :, moved] for t, x in zip(true, (*keys, *values), strict=True)]
+        following = torch.cat([assembly.input_ids[:, cut:], self.answer[:, :-1]], 1)
+        part = torch.zeros(len(moved))
+        for done in POINTS:
+            rows = [t.index_add(2, moved, e, alpha=done - 1).requires_grad_() for t, e in zip(true, error, strict=True)]
+            with torch.enable_grad():
+                cache = compat.make_dynamic_cache(rows[: len(keys)], rows[len(keys) :])
+                out = compat.forward(assembly.model, cache, input_ids=following, logits_to_keep=CONTINUATION)
+                kl = kl_divergence(self.truth, out.logits[0]).mean()
+                gradients = torch.autograd.grad(kl, rows)
+            for gradient, e in zip(gradients, error, strict=True):
+                part -= (gradient[:, :, moved] * e).sum((0, 1, 3)) / len(POINTS)
+        return part
+
+
+def measure(
+    kv: KVBoost, reader: cells.Reader, case: cells.Case, systems: Mapping[str, Any], contexts: list[str]
+) -> Iterator[Result]:
+    """As `repair.measure`, with the oracles in place of `guided`."""
+    oracle = Oracle(kv, reader.prompt(case))
+
+    def switch(system: str) -> None:
+        oracle.name = system
+        STRATEGIES["guided"] = oracle if system in ORACLES else guided  # type: ignore[index]
+
+    guided = STRATEGIES["guided"]
+    with mock.patch.dict(STRATEGIES):
+        yield from repair.measure(kv, reader, case, systems, contexts, before=switch, begin=oracle.forget)
+
+
+def main() -> None:
+    """Runs or reports, and ends with one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gemma", action="store_true", help="Gemma 3 270M instead of SmolLM2-135M-Instruct")
+    parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=cells.CONTEXTS)
+    parser.add_argument("--limit", type=int, default=28, help="number of the first case of a kind that is left out")
+    parser.add_argument("--first", type=int, default=20, help="number of the first case of a kind")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th case, from the i-th")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="JSON lines, one per result")
+    parser.add_argument("--report", type=Path, nargs="+", help="only report what these files hold")
+    arguments = parser.parse_args()
+    if arguments.report:
+        results = [r for path in arguments.report for r in repair.recorded(path)]
+    else:
+        torch.set_num_threads(arguments.threads)
+        kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
+        number, of = map(int, arguments.shard.split("/"))
+        cases = [c for c in cells.load(list(cells.KINDS), ["tune"], arguments.limit) if c.number >= arguments.first]
+        results = repair.run(kv, cases[number::of], SYSTEMS, arguments.contexts, arguments.out, measure)
+    print(json.dumps({"benchmark": "ceiling", "budget": repair.BUDGET, **report(results, ours="attributed")}))
+
+
+if __name__ == "__main__":
+    main()
