@@ -1,16 +1,18 @@
-"""How much a better choice of rows could gain: the same budget, spent by oracles that know the full prefill's rows.
+"""How much a better choice of rows could gain: the same budget, spent by oracles that compare with a full prefill.
 
-    python benchmarks/ceiling.py [--gemma] --out FILE [--first 20] [--limit 28] [--shard 0/2]
+    python benchmarks/ceiling.py [--gemma] --out FILE [--first 20] [--limit 30] [--shard 0/2]
     python benchmarks/ceiling.py --report FILES
 
-No strategy can know these scores, and none is charged for them; the chosen rows are recomputed as any strategy's are:
+No strategy can know these scores, and none is charged for them; the chosen rows are recomputed as any strategy's are,
+without the correction that `guided` has besides:
 
     deviation    how far the stored values of a row are from those of a full prefill, mean over the layers
-    attended     that, times the question's attention to the row
+    attended     that, times the attention of the question over the unrepaired cache, as `guided` sees it
     attributed   the share of the KL that the row's error makes: integrated gradients (Sundararajan et al. 2017) of
                  KL(full prefill || ours) along the straight line from the stored rows to the true ones
 
-What `guided` could gain by choosing better, at no cost at all, lies between it and these. On the `tune` cases only.
+They show what better choices reach, and are no upper bounds: rows are judged one by one, and recomputed over rows that
+are not repaired. On the `tune` cases only.
 """
 
 from __future__ import annotations
@@ -57,19 +59,14 @@ class Oracle:
         with torch.no_grad():
             compat.forward(kv.model, cache, input_ids=input_ids, logits_to_keep=1)
         self.keys, self.values = [la.keys for la in cache.layers], [la.values for la in cache.layers]
-        self._known: dict[str, torch.Tensor] = {}
-
-    def forget(self) -> None:
-        """The next assembly is another one."""
-        self._known = {}
 
     def __call__(self, assembly: Assembly, settings: Settings) -> Selection:
         moved = moved_positions(assembly.plan)
-        if self.name not in self._known:
-            self._known[self.name] = self._score(assembly, torch.from_numpy(moved).long())
-        return Selection(top(moved, self._known[self.name], repair.BUDGET * len(moved)))
+        score = self.score(assembly, torch.from_numpy(moved).long())
+        return Selection(top(moved, score, repair.BUDGET * len(moved)))
 
-    def _score(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+    def score(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+        """What the oracle of this name knows of the moved rows, float32 [n]."""
         if self.name == "attributed":
             return self.attribution(assembly, moved)
         deviation = self.deviation(assembly, moved)
@@ -118,7 +115,7 @@ def measure(
 
     guided = STRATEGIES["guided"]
     with mock.patch.dict(STRATEGIES):
-        yield from repair.measure(kv, reader, case, systems, contexts, before=switch, begin=oracle.forget)
+        yield from repair.measure(kv, reader, case, systems, contexts, before=switch)
 
 
 def main() -> None:
@@ -126,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gemma", action="store_true", help="Gemma 3 270M instead of SmolLM2-135M-Instruct")
     parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=cells.CONTEXTS)
-    parser.add_argument("--limit", type=int, default=28, help="number of the first case of a kind that is left out")
+    parser.add_argument("--limit", type=int, default=30, help="number of the first case of a kind that is left out")
     parser.add_argument("--first", type=int, default=20, help="number of the first case of a kind")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th case, from the i-th")
     parser.add_argument("--threads", type=int, default=2)

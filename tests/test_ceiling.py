@@ -10,6 +10,8 @@ from ceiling import Oracle
 from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.hf import compat
+from kvboost.hf.signals import glance
+from kvboost.repair.guided import question
 from kvboost.repair.selection import moved_positions
 from kvboost.shadow import kl_divergence
 from test_repair import MOVED, assembled, warmed
@@ -47,6 +49,15 @@ def test_rows_that_are_true_have_no_deviation(kv: KVBoost) -> None:
     deviation = oracle.deviation(assembly, moved)
     assert deviation[::2].max() == 0
     assert deviation[1::2].min() > 0
+
+
+def test_attention_counts_where_an_oracle_says_so(kv: KVBoost) -> None:
+    oracle, assembly = Oracle(kv, MOVED), assembled(kv)
+    moved = torch.from_numpy(moved_positions(assembly.plan)).long()
+    oracle.name = "attended"
+    score = oracle.score(assembly, moved)
+    mass = glance(assembled(kv), assembly.positions(question(assembly.plan))).mass[moved]
+    torch.testing.assert_close(score, mass * oracle.deviation(assembled(kv), moved))
 
 
 @pytest.mark.parametrize("name", ["deviation", "attended", "attributed"])
