@@ -12,15 +12,13 @@ without the correction that `guided` has besides:
                  KL(full prefill || ours) along the straight line from the stored rows to the true ones
 
 They show what better choices reach, and are no upper bounds: rows are judged one by one, and recomputed over rows that
-are not repaired. On the `tune` cases only.
+are not repaired. On `tune` cases, since they may give ideas. Options as of `bench repair`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +32,6 @@ from kvboost import KVBoost
 from kvboost.config import Settings
 from kvboost.hf import compat
 from kvboost.hf.assembly import Assembly
-from kvboost.hf.embedded import GEMMA3, SMOLLM2, ensure
 from kvboost.hf.signals import glance
 from kvboost.repair import STRATEGIES
 from kvboost.repair.guided import question
@@ -120,24 +117,9 @@ def measure(
 
 def main() -> None:
     """Runs or reports, and ends with one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gemma", action="store_true", help="Gemma 3 270M instead of SmolLM2-135M-Instruct")
-    parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=cells.CONTEXTS)
-    parser.add_argument("--limit", type=int, default=30, help="number of the first case of a kind that is left out")
-    parser.add_argument("--first", type=int, default=20, help="number of the first case of a kind")
-    parser.add_argument("--shard", default="0/1", help="i/n: every n-th case, from the i-th")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON lines, one per result")
-    parser.add_argument("--report", type=Path, nargs="+", help="only report what these files hold")
-    arguments = parser.parse_args()
-    if arguments.report:
-        results = [r for path in arguments.report for r in repair.recorded(path)]
-    else:
-        torch.set_num_threads(arguments.threads)
-        kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
-        number, of = map(int, arguments.shard.split("/"))
-        cases = [c for c in cells.load(list(cells.KINDS), ["tune"], arguments.limit) if c.number >= arguments.first]
-        results = repair.run(kv, cases[number::of], SYSTEMS, arguments.contexts, arguments.out, measure)
+    parser = repair.make_parser(__doc__, SYSTEMS)
+    parser.set_defaults(split="tune", first=20, limit=30)
+    results = repair.results_of(parser.parse_args(), SYSTEMS, measure)
     print(json.dumps({"benchmark": "ceiling", "budget": repair.BUDGET, **report(results, ours="attributed")}))
 
 

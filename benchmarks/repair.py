@@ -119,13 +119,13 @@ def run(
     return results
 
 
-def main() -> None:
-    """Runs or reports, and ends with one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, systems: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """The options of a benchmark that runs `systems` on the committed cases."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gemma", action="store_true", help="Gemma 3 270M instead of SmolLM2-135M-Instruct")
     parser.add_argument("--kinds", nargs="+", default=list(cells.KINDS), choices=cells.KINDS)
     parser.add_argument("--contexts", nargs="+", default=list(cells.CONTEXTS), choices=[*cells.CONTEXTS, cells.HEAD])
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", default=list(systems), choices=list(systems))
     parser.add_argument("--split", default="test", choices=list(cells.SPLITS))
     parser.add_argument("--limit", type=int, help="cases per kind")
     parser.add_argument("--first", type=int, default=0, help="number of the first case of a kind")
@@ -133,18 +133,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON lines, one per result")
     parser.add_argument("--report", type=Path, nargs="+", help="only report what these files hold")
-    arguments = parser.parse_args()
+    return parser
+
+
+def results_of(
+    arguments: argparse.Namespace, systems: Mapping[str, Any], work: Callable[..., Iterator[Result]] = measure
+) -> list[Result]:
+    """What the files of `--report` hold, or else what `work` measures."""
     if arguments.report:
-        results = [r for path in arguments.report for r in recorded(path)]
-    else:
-        torch.set_num_threads(arguments.threads)
-        kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
-        number, of = map(int, arguments.shard.split("/"))
-        cases = [
-            c for c in cells.load(arguments.kinds, [arguments.split], arguments.limit) if c.number >= arguments.first
-        ]
-        systems = {name: SYSTEMS[name] for name in arguments.systems}
-        results = run(kv, cases[number::of], systems, arguments.contexts, arguments.out)
+        return [r for path in arguments.report for r in recorded(path)]
+    torch.set_num_threads(arguments.threads)
+    kv = KVBoost.from_pretrained(ensure(GEMMA3 if arguments.gemma else SMOLLM2), dtype=torch.float32)
+    number, of = map(int, arguments.shard.split("/"))
+    cases = [c for c in cells.load(arguments.kinds, [arguments.split], arguments.limit) if c.number >= arguments.first]
+    chosen = {name: systems[name] for name in arguments.systems}
+    return run(kv, cases[number::of], chosen, arguments.contexts, arguments.out, work)
+
+
+def main() -> None:
+    """Runs or reports, and ends with one JSON line."""
+    results = results_of(make_parser(__doc__, SYSTEMS).parse_args(), SYSTEMS)
     print(json.dumps({"benchmark": "repair", "continuation": CONTINUATION, **report(results)}))
 
 
