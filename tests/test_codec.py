@@ -17,6 +17,7 @@ from kvboost import KVBoost, codec
 from kvboost.codec import SINK_ROWS, SLOTS, Codec, Packer, Turns, pack, psnr_db, read_rows
 from kvboost.hf import probe, quant_probe
 from kvboost.hf.quant_probe import probe_quantization
+from kvboost.quantization import Quantization
 from kvboost.rotary import NO_ROTATION, RotarySpec, make_rotation, shift
 from kvboost.types import ChunkHeader, ChunkKey, ChunkKV, LayerKV, Lineage, Link, PackedKV, Span
 from matrix import LONGER, REORDERED
@@ -479,11 +480,12 @@ def test_small_chunks_of_every_size_go_through_an_engine() -> None:
     assert out.report.exact_tokens + out.report.continued_tokens == prompt().shape[1]
 
 
-def test_probes_of_weights_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = engine(build_fresh("llama"))
+def test_probes_of_weights_that_are_gone_are_forgotten() -> None:
+    kv = engine(build("llama"))
     names = [b"%d" % i for i in range(20)]
-    for name in names:
-        monkeypatch.setattr(kv._fingerprint, "current", lambda name=name: name)
-        kv.quantization("int8")
-    assert [of_weights for _, of_weights in kv._probes] == names[-len(kv._probes) :]
-    assert 2 <= len(kv._probes) < 10
+    following = iter(names)
+    quantization = Quantization(kv.model, kv.support, lambda: next(following))
+    for _ in names:
+        quantization.measure("int8")
+    assert [of_weights for _, of_weights in quantization._probes] == names[-len(quantization._probes) :]
+    assert 2 <= len(quantization._probes) < 10

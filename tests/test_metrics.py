@@ -172,13 +172,13 @@ def test_the_noise_of_packed_rows_is_told_now_and_at_load() -> None:
     with engine(model, codec="k8v4") as kv:
         metrics = Metrics(kv, model="m")
         assert of(metrics, "kvboost_quant_error_psnr") == {}
-        kv.quantization("k8v4")
+        kv.quantization.measure("k8v4")
         first = of(metrics, "kvboost_quant_error_psnr")
         assert set(first) == {("key",), ("value",)}
         assert first["key",] > first["value",] > 30
         model.model.layers[0].self_attn.k_proj.weight.data[0].mul_(300)
         kv.invalidate()
-        kv.quantization("k8v4")
+        kv.quantization.measure("k8v4")
         assert of(metrics, "kvboost_quant_error_psnr_at_load") == first
         assert of(metrics, "kvboost_quant_error_psnr") != first
 
@@ -276,7 +276,7 @@ def test_promtool_has_nothing_to_say() -> None:
         assert checked is not None
         checked.result(60)
         assert kv.flush()
-        kv.quantization("k8v4")
+        kv.quantization.measure("k8v4")
         body = Metrics(kv, model="m").expose()[0]
     assert b"kvboost_shadow_kl{" in body
     assert b"kvboost_quant_error_psnr{" in body

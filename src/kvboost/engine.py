@@ -24,7 +24,6 @@ import torch
 
 from kvboost import prompts
 from kvboost.capture import make_records
-from kvboost.codec import Codec
 from kvboost.config import SINK_TOKENS, Settings, unknown_environment
 from kvboost.errors import InputError, OutOfMemory, SettingsError
 from kvboost.hf import compat, generation
@@ -34,19 +33,18 @@ from kvboost.hf.fingerprint import Fingerprint
 from kvboost.hf.fitting import misfit
 from kvboost.hf.loading import check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, stock_prefill
-from kvboost.hf.quant_probe import QuantProbe, probe_quantization
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.live import LiveSettings
 from kvboost.naming import Naming
 from kvboost.planning import Limits, Prompt, make_plan, still_served, unfit_reason, without_records
 from kvboost.prefilling import Filled, Prefilled, Prefilling
+from kvboost.quantization import Quantization
 from kvboost.repair.gate import bound
 from kvboost.request import OpenRequest
 from kvboost.shadow import Shadow, ShadowResult
 from kvboost.stats import Backoff, EngineStats, InFlight, Seldom
 from kvboost.store import Tier, TieredStore
 from kvboost.store.opening import open_store
-from kvboost.store.writing import Encode
 from kvboost.types import ChunkKV, Int32Array, Kind, ReusePlan, ReuseReport
 
 logger = logging.getLogger("kvboost")
@@ -57,7 +55,6 @@ SHADOW_PATIENCE_S = 5.0  # then a block is computed although requests are runnin
 CACHE_FAILED = "the cache failed; see the log"
 OBSERVING = "observing only"
 OUT_OF_MEMORY = "out of memory"
-MAX_PROBES = 8  # kept at a time, one per codec and weights
 TRACEBACK_S = 60.0  # between two tracebacks of the cache's failures; each failure has one line
 
 
@@ -122,8 +119,7 @@ class KVBoost:
         self.plain_generate: Callable[..., Any] = functools.partial(type(model).generate, model)
         self._tracebacks = Seldom(TRACEBACK_S)
         self._fingerprint = Fingerprint(model, tokenizer)
-        self._probes: dict[tuple[Codec, bytes], QuantProbe] = {}
-        self._measured: dict[Codec, tuple[QuantProbe, QuantProbe]] = {}
+        self.quantization = Quantization(model, self.support, self._fingerprint.current)
         self._naming = Naming(tokenizer, self._fingerprint.current, self.support.regime)
         for warning in [*unknown_environment(), *self.support.warnings, *self._limitations()]:
             logger.warning("%s: %s", type(model).__name__, warning)
@@ -277,24 +273,6 @@ class KVBoost:
         if cache_salt is not None:
             owner = self._naming.keys(0, self.settings().model_copy(update={"cache_salt": cache_salt})).owner
         return self.store.forget(owner, None if unused_for_s is None else time.time() - unused_for_s)
-
-    def quantization(self, codec: Codec) -> QuantProbe:
-        """What `codec` costs this model: measured by one short forward, again when the weights have changed."""
-        name = (codec, self._fingerprint.current())
-        with model_lock(self.model):
-            if name not in self._probes:
-                while len(self._probes) >= MAX_PROBES:
-                    del self._probes[next(iter(self._probes))]
-                self._probes[name] = probe_quantization(self.model, self.support, codec)
-                if self._probes[name].refused is not None:
-                    logger.warning("chunks are kept as computed, not as %s: %s", codec, self._probes[name].refused)
-            first, _ = self._measured.get(codec, (self._probes[name], None))
-            self._measured[codec] = first, self._probes[name]
-            return self._probes[name]
-
-    def measured_quantization(self, codec: Codec) -> tuple[QuantProbe, QuantProbe] | None:
-        """The first and the latest result of `quantization(codec)`; None before the first. Measures nothing."""
-        return self._measured.get(codec)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until what was captured is encoded and in the slower tiers; False if that takes longer."""
@@ -611,16 +589,7 @@ class KVBoost:
             filled.correction,
             max(0.0, computed_s) / max(1, report.fresh_tokens + report.repaired_tokens),
         )
-        return self.store.put_many(records, self._encoder(settings, filled.plan.num_tokens))
-
-    def _encoder(self, settings: Settings, num_tokens: int) -> Encode | None:
-        """What packs the records of a prompt of so many tokens, if the settings ask for it and the model allows it."""
-        if settings.codec == "none":
-            return None
-        packer = self.quantization(settings.codec).packer(
-            self.support.require_layout(), self.support.regime(num_tokens)
-        )
-        return None if packer is None else packer.encode
+        return self.store.put_many(records, self.quantization.encoder(settings, filled.plan.num_tokens))
 
     # --- shadow verification -----------------------------------------------------------------------------------------
 

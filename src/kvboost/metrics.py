@@ -255,7 +255,7 @@ class _EngineCollector(Collector):
         settings = self._settings_in_force()
         probes = None
         if settings is not None and settings.codec != "none":
-            probes = self._kv.measured_quantization(settings.codec)
+            probes = self._kv.quantization.measured(settings.codec)
         names = ("kvboost_quant_error_psnr_at_load", "kvboost_quant_error_psnr")
         for name, probe in zip(names, probes or (), strict=False):
             for kind, worst in _worst_psnr(probe).items():

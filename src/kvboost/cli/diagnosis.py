@@ -76,7 +76,7 @@ def diagnose(kv: KVBoost, name: str) -> Diagnosis:
         min_run_tokens=kv.settings().min_run_tokens,
     )
     if support.refused is None:
-        found.quantization = {codec: _quantization(kv.quantization(codec)) for codec in CODECS}
+        found.quantization = {codec: _quantization(kv.quantization.measure(codec)) for codec in CODECS}
     if not found.limited:
         costs = measure_costs(kv)
         found.break_even_tokens = break_even(costs)
