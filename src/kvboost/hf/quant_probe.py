@@ -97,7 +97,8 @@ def _tail_kl(model: PreTrainedModel, layout: KVLayout, ids: torch.Tensor, cache:
     logits = []
     for payload in (rows, [packer.round_trip(i, group, 0) for i, group in enumerate(rows)]):
         behind = compat.make_dynamic_cache(*layout.per_layer(payload))
-        logits.append(continuation_logits(model, ids[:, start:], behind).log_softmax(-1))
+        # in float64: a KL of 1e-8 nat is lost in the rounding of float32, and may come out below zero
+        logits.append(continuation_logits(model, ids[:, start:], behind).cpu().double().log_softmax(-1))
     plain, packed = logits
     return (plain.exp() * (plain - packed)).sum(-1).mean().item()
 
