@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,18 +50,29 @@ def spread(kl: Sequence[float]) -> dict[str, float]:
     return {"mean": float(values.mean()), "p95": float(np.quantile(values, 0.95)), "worst": float(values.max())}
 
 
-def paired_bootstrap(ours: Floats, theirs: Floats, statistic: Any, seed: int = 0) -> tuple[float, float, float]:
-    """The difference ours - theirs of a statistic, and its 95 % interval over resampled cases (paired)."""
+def paired_bootstrap(
+    ours: Floats, theirs: Floats, statistic: Callable[[Floats], Any], cases: Sequence[str] | None = None, seed: int = 0
+) -> tuple[float, float, float]:
+    """The difference ours - theirs of a statistic, and its 95 % interval over resampled pairs.
+
+    Pairs of the same of `cases` are drawn together: they are no independent evidence.
+    """
     rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(ours), (RESAMPLES, len(ours)))
-    differences = statistic(ours[picks], axis=1) - statistic(theirs[picks], axis=1)
+    _, owner = np.unique(np.arange(len(ours)) if cases is None else np.array(cases), return_inverse=True)
+    members = [np.flatnonzero(owner == i) for i in range(owner.max() + 1)]
+
+    def difference(picked: npt.NDArray[np.int64]) -> float:
+        return float(statistic(ours[picked]) - statistic(theirs[picked]))
+
+    draws = rng.integers(0, len(members), (RESAMPLES, len(members)))
+    differences = [difference(np.concatenate([members[i] for i in draw])) for draw in draws]
     low, high = np.quantile(differences, [0.025, 0.975])
-    return float(statistic(ours[None], axis=1)[0] - statistic(theirs[None], axis=1)[0]), float(low), float(high)
+    return difference(np.arange(len(ours))), float(low), float(high)
 
 
-def p95(values: Floats, axis: int) -> Floats:
+def p95(values: Floats) -> float:
     """95th percentile, as `spread` takes it."""
-    return np.asarray(np.quantile(values, 0.95, axis=axis))
+    return float(np.quantile(values, 0.95))
 
 
 def mcnemar(right: Sequence[bool], other_right: Sequence[bool]) -> float:
@@ -113,15 +124,15 @@ def _summary(rows: Sequence[Result]) -> dict[str, float]:
 
 
 def _against(rows: dict[str, list[Result]], ours: str) -> dict[str, Any]:
-    mine = np.array([r.kl for r in rows[ours]])
+    mine, cases = np.array([r.kl for r in rows[ours]]), [r.case for r in rows[ours]]
     found = {}
     for system, theirs in rows.items():
         if system != ours:
             other = np.array([r.kl for r in theirs])
             found[system] = {
                 "less": 1 - float(mine.mean() / other.mean()),
-                "mean": paired_bootstrap(mine, other, np.mean),
-                "p95": paired_bootstrap(mine, other, p95),
+                "mean": paired_bootstrap(mine, other, np.mean, cases),
+                "p95": paired_bootstrap(mine, other, p95, cases),
             }
     return found
 

@@ -80,8 +80,8 @@ def escalated(r: Result) -> bool:
     return r.charged > BUDGETS[r.system][0] + 0.03 if r.escalations is None else r.escalations > 0
 
 
-def measured(results: list[Result], fidelity: str) -> dict[str, float]:
-    """What a fidelity really served: the gate's own escalations and fallbacks included."""
+def measured(results: list[Result], weights: Floats, fidelity: str) -> dict[str, float]:
+    """What a fidelity really served, the gate's own escalations and fallbacks included, and its estimates of that."""
     rows = [r for r in results if r.system == fidelity]
     if not rows:
         return {}
@@ -95,6 +95,7 @@ def measured(results: list[Result], fidelity: str) -> dict[str, float]:
         "above_bound": float((kl > BOUNDS[fidelity]).mean()),
         "escalated": float(np.mean([escalated(r) for r in rows])),
         "prefilled": float(np.mean([not r.moved for r in rows])),
+        **curve(rows, weights),
     }
 
 
@@ -160,7 +161,7 @@ def main() -> None:
     shipped = np.array([INTERCEPT, *WEIGHTS.values()])
     curves = {
         "fitted": {**curve(known, shipped), "fidelity": {f: served(known, shipped, f) for f in BOUNDS}},
-        "held out": {**curve(unseen, shipped), "fidelity": {f: measured(unseen, f) for f in BOUNDS}},
+        "held out": {**curve(unseen, shipped), "fidelity": {f: measured(unseen, shipped, f) for f in BOUNDS}},
     }
     for name, found in curves.items():
         show(found, name)

@@ -37,6 +37,16 @@ def test_a_paired_bootstrap_sees_a_small_difference_that_every_pair_shows() -> N
     assert high < 0
 
 
+def test_what_was_measured_on_one_case_is_drawn_together() -> None:
+    rng = np.random.default_rng(2)
+    theirs, ours = rng.lognormal(-4, 1, (2, 30))
+    names = [f"case {i:02}" for i in range(30)]
+    once = paired_bootstrap(ours, theirs, np.mean, names)
+    assert once == paired_bootstrap(ours, theirs, np.mean)
+    thrice = paired_bootstrap(np.repeat(ours, 3), np.repeat(theirs, 3), np.mean, [n for n in names for _ in range(3)])
+    assert thrice == pytest.approx(once), "copies of the same evidence make no interval narrower"
+
+
 def test_only_prompts_that_every_system_has_are_compared() -> None:
     rows = by_system([result("a", "one", 1.0), result("a", "two", 2.0), result("b", "one", 3.0)])
     assert {s: list(r) for s, r in rows.items()} == {s: [("a", "related")] for s in ("one", "two")}
