@@ -10,6 +10,9 @@ without the correction that `guided` has besides:
     attended     that, times the attention of the question over the unrepaired cache, as `guided` sees it
     attributed   the share of the KL that the row's error makes: integrated gradients (Sundararajan et al. 2017) of
                  KL(full prefill || ours) along the straight line from the stored rows to the true ones
+    read         how much the full prefill's answer depends on the row: the trace of its Fisher information, by labels
+                 drawn from the model over the unrepaired cache; of errors it knows nothing
+    drafted      the same for an answer that was drafted over the unrepaired cache: no knowledge, but 31 decode steps
 
 They show what better choices reach, and are no upper bounds: rows are judged one by one, and recomputed over rows that
 are not repaired. On `tune` cases, since they may give ideas. Options as of `bench repair`.
@@ -38,12 +41,13 @@ from kvboost.repair.guided import question
 from kvboost.repair.selection import Selection, moved_positions, top
 from kvboost.shadow import kl_divergence
 
-ORACLES = ("deviation", "attended", "attributed")
+ORACLES = ("deviation", "attended", "attributed", "read", "drafted")
 SYSTEMS: Mapping[str, dict[str, Any]] = {
     **{name: repair.SYSTEMS[name] for name in ("none", "epic", "guided")},
     **{name: {"recompute_strategy": "guided", "gate": False} for name in ORACLES},
 }
 POINTS = (0.125, 0.375, 0.625, 0.875)  # of the line, by the midpoint rule
+DRAWS = 2  # labels per token, for the Fisher information
 
 
 class Oracle:
@@ -66,6 +70,10 @@ class Oracle:
         """What the oracle of this name knows of the moved rows, float32 [n]."""
         if self.name == "attributed":
             return self.attribution(assembly, moved)
+        if self.name == "read":
+            return self.information(assembly, moved, self.answer[:, :-1])
+        if self.name == "drafted":
+            return self.information(assembly, moved, self.draft(assembly, moved))
         deviation = self.deviation(assembly, moved)
         if self.name == "deviation":
             return deviation
@@ -80,24 +88,66 @@ class Oracle:
             total += (true - mine)[:, :, moved].pow(2).sum((0, 1, 3)) / energy
         return total / len(stored)
 
-    def attribution(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
-        """The part of the KL that each row's error makes, nat per token, float32 [n]; FRESH rows are true."""
+    def rows(self, assembly: Assembly, moved: torch.Tensor, done: float) -> tuple[list[torch.Tensor], ...]:
+        """Rows before the last segment, per layer keys and then values: stored (`done` 0) to true (1) where moved, true
+        where FRESH; and the errors of the moved ones.
+        """
         cut = assembly.plan.segments[-1].span.start
         keys, values = assembly.layout.per_layer(assembly.payload)
         true = [x[:, :, :cut] for x in (*self.keys, *self.values)]
         error = [t[:, :, moved] - x[:, :, moved] for t, x in zip(true, (*keys, *values), strict=True)]
-        following = torch.cat([assembly.input_ids[:, cut:], self.answer[:, :-1]], 1)
+        return [t.index_add(2, moved, e, alpha=done - 1) for t, e in zip(true, error, strict=True)], error
+
+    def attribution(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+        """The part of the KL that each row's error makes, nat per token, float32 [n]."""
         part = torch.zeros(len(moved))
         for done in POINTS:
-            rows = [t.index_add(2, moved, e, alpha=done - 1).requires_grad_() for t, e in zip(true, error, strict=True)]
+            rows, error = self.rows(assembly, moved, done)
             with torch.enable_grad():
-                cache = compat.make_dynamic_cache(rows[: len(keys)], rows[len(keys) :])
-                out = compat.forward(assembly.model, cache, input_ids=following, logits_to_keep=CONTINUATION)
-                kl = kl_divergence(self.truth, out.logits[0]).mean()
+                kl = kl_divergence(self.truth, logits(assembly, rows, self.answer[:, :-1])).mean()
                 gradients = torch.autograd.grad(kl, rows)
             for gradient, e in zip(gradients, error, strict=True):
                 part -= (gradient[:, :, moved] * e).sum((0, 1, 3)) / len(POINTS)
         return part
+
+    def information(self, assembly: Assembly, moved: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        """Squared length of the gradient of a drawn answer's likelihood, by row, float32 [n]."""
+        rows, _ = self.rows(assembly, moved, 0.0)
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros(len(moved))
+        with torch.enable_grad():
+            likely = logits(assembly, rows, answer).log_softmax(-1)
+            labels = torch.multinomial(likely.detach().exp(), DRAWS, replacement=True, generator=generator)
+            for drawn in labels.T:
+                score = likely.gather(1, drawn[:, None]).sum()
+                for gradient in torch.autograd.grad(score, rows, retain_graph=True):
+                    total += gradient[:, :, moved].pow(2).sum((0, 1, 3)) / DRAWS
+        return total
+
+    def draft(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
+        """The greedy answer over the unrepaired rows, [1, 31]."""
+        rows, _ = self.rows(assembly, moved, 0.0)
+        cut = rows[0].shape[2]
+        cache = compat.make_dynamic_cache(rows[: len(rows) // 2], rows[len(rows) // 2 :])
+        ids = [assembly.input_ids[:, cut:]]
+        with torch.no_grad():
+            for _ in range(CONTINUATION - 1):
+                out = compat.forward(assembly.model, cache, input_ids=ids[-1], logits_to_keep=1)
+                ids.append(out.logits[0, -1].argmax()[None, None])
+        return torch.cat(ids[1:], 1)
+
+
+def logits(assembly: Assembly, rows: list[torch.Tensor], answer: torch.Tensor) -> torch.Tensor:
+    """Logits of a teacher-forced answer behind `rows`, which are asked for gradients; float32 [32, V]."""
+    cut, half = rows[0].shape[2], len(rows) // 2
+    for r in rows:
+        r.requires_grad_()
+    cache = compat.make_dynamic_cache(rows[:half], rows[half:])
+    following = torch.cat([assembly.input_ids[:, cut:], answer], 1)
+    found: torch.Tensor = compat.forward(
+        assembly.model, cache, input_ids=following, logits_to_keep=CONTINUATION
+    ).logits[0]
+    return found
 
 
 def measure(
