@@ -95,7 +95,28 @@ def test_verify_measures_exact_reuse_as_no_error_and_moved_reuse_as_some(stories
     assert moved["moved"] > 60
     assert moved["kl"] > 1e-6 or moved["fallback"]
     assert moved["risk"] is not None
+    for told in found["prompts"]:
+        assert told["exact"] + told["continued"] + told["moved"] + told["fresh"] == told["tokens"]
     assert result.exit_code == (1 if found["kl_p95"] > found["bound"] else 0)
+
+
+def test_verify_never_calls_rows_behind_moved_ones_exact(stories: str, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", *reordered(), reordered()[-1])
+    prompts = json.loads(run("verify", path, "--model", stories, "--fidelity", "fast", "--json").stdout)["prompts"]
+    assert prompts[2]["moved"] > 60
+    assert prompts[3]["continued"] > 60
+    assert prompts[3]["exact"] < prompts[2]["tokens"] - prompts[2]["moved"]
+
+
+def test_verify_goes_on_after_a_prompt_that_the_cache_does_not_serve(
+    stories: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.hf.support.ModelSupport.refuses_length", lambda _, n: "too short" if n < 9 else None)
+    path = write_prompts(tmp_path / "p.jsonl", "One", *reordered())
+    left, *served = json.loads(run("verify", path, "--model", stories, "--json").stdout)["prompts"]
+    assert left["fallback"] == "too short"
+    assert (left["fresh"], left["kl"], left["agreement"]) == (left["tokens"], 0.0, 1.0)
+    assert [p["fallback"] for p in served][:2] == [None, None]
 
 
 def test_verify_fails_when_the_error_is_above_the_bound(
@@ -285,6 +306,17 @@ def test_config_show_tells_which_source_won(monkeypatch: pytest.MonkeyPatch) -> 
     assert shown["mode"]["origin"] == "default"
     line = next(x for x in run("config", "show", "--origin").stdout.splitlines() if x.strip().startswith("fidelity"))
     assert line.split()[:3] == ["fidelity", "exact", "environment"]
+
+
+def test_config_show_warns_of_a_variable_that_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_FIDELTY", "fast")
+    assert "KVBOOST_FIDELTY is no setting; did you mean KVBOOST_FIDELITY?" in run("config", "show").stderr
+
+
+def test_a_mistake_in_the_settings_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_FIDELITY", "foo")
+    error = one_line_error(run("generate", "hi", "--model", "no/such/model"))
+    assert "KVBOOST_FIDELITY (from environment) has the invalid value 'foo'" in error
 
 
 def test_config_show_masks_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
