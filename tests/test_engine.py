@@ -73,6 +73,17 @@ def test_a_chat_whose_history_is_exact_stays_exact_and_equals_plain_generation(m
         history = join(history, torch.tensor([out.token_ids]), random_ids(12, seed=200 + turn))
 
 
+def test_the_steps_of_a_report_add_up_to_the_first_token(model: Any) -> None:
+    kv = engine(model)
+    plain = kv.generate(prompt(), max_new_tokens=1, do_sample=False, disable=True).report
+    reports = [greedy(kv.generate, prompt(order)).report for order in ("0123", "0123", "3012")]
+    assert reports[2].moved_tokens > 60
+    for r in (plain, *reports):
+        assert r.prefill_s > 0
+        steps_s = r.lookup_s + r.load_s + r.shift_s + r.select_s + r.prefill_s
+        assert steps_s == pytest.approx(r.ttft_s)
+
+
 def test_nothing_computed_behind_moved_rows_is_ever_exact(model: Any) -> None:
     kv = engine(model)
     greedy(kv.generate, prompt("0123"))

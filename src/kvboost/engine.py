@@ -31,7 +31,7 @@ from kvboost.hf.budget import DeviceMemory, cache_budget, is_out_of_memory, rele
 from kvboost.hf.compat import DynamicCache, PreTrainedModel
 from kvboost.hf.fingerprint import Fingerprint
 from kvboost.hf.fitting import misfit
-from kvboost.hf.loading import check_tokenizer, load_model
+from kvboost.hf.loading import check_model, check_tokenizer, load_model
 from kvboost.hf.prefill import continuation_logits, model_lock, peek_logits, stock_prefill
 from kvboost.hf.support import ModelSupport, inspect_model
 from kvboost.live import LiveSettings
@@ -99,11 +99,12 @@ class KVBoost:
 
         `settings` and `flags` are the lowest source of settings above the defaults (see `kvboost.config`). `store`
         replaces the tiers that the settings describe. Raises `SettingsError` for an invalid setting, `ModelError` if
-        the tokenizer does not belong to the model.
+        `model` is none or the tokenizer does not belong to it.
         """
         given = settings.model_dump(exclude_unset=True) if isinstance(settings, Settings) else dict(settings or {})
         self.live = LiveSettings({**given, **flags})
         effective = self.settings()
+        check_model(model)
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
         self.model = model
@@ -221,7 +222,7 @@ class KVBoost:
             self.model, input_ids, prefilled.filled.cache, size, block_tokens=self.support.block_tokens(size, settings)
         )
         ttft_s = time.perf_counter() - started
-        report = self._finish(prefilled, input_ids, settings, ttft_s, ttft_s)
+        report = self._finish(_timed(prefilled, ttft_s), input_ids, settings, ttft_s)
         if pin:
             self.store.pin(s.record_id for s in self.plan(input_ids, **request) if s.record_id is not None)
         return report
@@ -312,10 +313,9 @@ class KVBoost:
                 return self._serve_plain(input_ids, kwargs, output, clock, started)
             first_token_at = clock.first_token_at or time.perf_counter()
             ttft_s = first_token_at - started
-            spent = prefilled.report
-            computed_s = ttft_s - spent.lookup_s - spent.load_s - spent.shift_s - spent.select_s
             decode_s = time.perf_counter() - first_token_at
-            report = self._finish(prefilled, generation.sequences(output)[:1], settings, ttft_s, computed_s)
+            prefilled = _timed(prefilled, ttft_s)
+            report = self._finish(prefilled, generation.sequences(output)[:1], settings, ttft_s)
         checked = prefilled.drawn_logits
         shadow = None if checked is None else self.shadow.offer(input_ids, checked, bound(settings))
         return _Served(output, replace(report, decode_s=decode_s), prefilled.filled.plan, shadow)
@@ -369,10 +369,10 @@ class KVBoost:
         spent = prefilled.report.prefill_s + opened.computed_s
         prefilled = replace(prefilled, report=replace(prefilled.report, prefill_s=spent))
         if first_token_at is None:
-            return self._keep(prefilled, sequence_ids, opened.settings, spent)
+            return self._keep(prefilled, sequence_ids, opened.settings)
         if prefilled.drawn and opened.logits is not None:
             self.shadow.offer(opened.input_ids, opened.logits, bound(opened.settings))
-        return self._finish(prefilled, sequence_ids, opened.settings, ttft_s, spent)
+        return self._finish(prefilled, sequence_ids, opened.settings, ttft_s)
 
     # --- the steps of both -------------------------------------------------------------------------------------------
 
@@ -419,6 +419,7 @@ class KVBoost:
             size,
             fresh_tokens=size,
             fallback=reason,
+            prefill_s=first_token_at - started,
             ttft_s=first_token_at - started,
             decode_s=ended - first_token_at,
         )
@@ -540,21 +541,18 @@ class KVBoost:
         sequence_ids: torch.Tensor,
         settings: Settings,
         ttft_s: float,
-        computed_s: float,
     ) -> ReuseReport:
-        """Stores the new rows, which took `computed_s` up to the first token, counts, and completes the report."""
-        report = replace(self._keep(prefilled, sequence_ids, settings, computed_s), ttft_s=ttft_s)
+        """Stores the new rows, counts, and completes the report."""
+        report = replace(self._keep(prefilled, sequence_ids, settings), ttft_s=ttft_s)
         self.stats.count_served(prefilled.filled.plan, report.fallback, settings.recompute_strategy)
         self._note_quality(prefilled.filled.plan)
         return report
 
-    def _keep(
-        self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings, computed_s: float
-    ) -> ReuseReport:
+    def _keep(self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings) -> ReuseReport:
         """Stores the new rows. A failing store costs only what it would have kept."""
         began = time.perf_counter()
         try:
-            written = self._capture(prefilled, sequence_ids, settings, computed_s)
+            written = self._capture(prefilled, sequence_ids, settings)
         except Exception:
             logger.exception("storing the rows of a request failed; they will be computed again")
             written = 0
@@ -567,7 +565,7 @@ class KVBoost:
                 repaired = np.searchsorted(plan.repaired, [s.span.start, s.span.stop])
                 self.store.note_quality(s.record_id, 1 - float(repaired[1] - repaired[0]) / len(s.span))
 
-    def _capture(self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings, computed_s: float) -> int:
+    def _capture(self, prefilled: Prefilled, sequence_ids: torch.Tensor, settings: Settings) -> int:
         filled, report = prefilled.filled, prefilled.report
         num_rows = min(filled.cache.get_seq_length(), sequence_ids.shape[1])
         if num_rows == 0:  # given up before anything was computed
@@ -587,7 +585,7 @@ class KVBoost:
             self.store.find,
             num_rows,
             filled.correction,
-            max(0.0, computed_s) / max(1, report.fresh_tokens + report.repaired_tokens),
+            report.prefill_s / max(1, report.fresh_tokens + report.repaired_tokens),
         )
         return self.store.put_many(records, self.quantization.encoder(settings, filled.plan.num_tokens))
 
@@ -642,6 +640,13 @@ def _as_tiered(store: Tier | None) -> TieredStore | None:
 
 def _tokens(input_ids: torch.Tensor) -> Int32Array:
     return input_ids[0].to("cpu", torch.int32).numpy().astype(np.int32)
+
+
+def _timed(prefilled: Prefilled, ttft_s: float) -> Prefilled:
+    """With all time up to the first token that no other step took as that of the forwards."""
+    report = prefilled.report
+    others_s = report.lookup_s + report.load_s + report.shift_s + report.select_s
+    return replace(prefilled, report=replace(report, prefill_s=max(0.0, ttft_s - others_s)))
 
 
 def _servable(plan: ReusePlan, records: Mapping[bytes, ChunkKV], *, allow_gaps: bool) -> ReusePlan:

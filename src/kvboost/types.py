@@ -258,7 +258,7 @@ class ReuseReport:
     load_s: float = 0.0
     shift_s: float = 0.0
     select_s: float = 0.0
-    prefill_s: float = 0.0  # the selective forward; a stock prefill is inside `ttft_s`
+    prefill_s: float = 0.0  # all forwards over the prompt, up to the first token
     capture_s: float = 0.0  # storing the new rows, after the answer
     ttft_s: float = 0.0  # from the call to the first token
     decode_s: float = 0.0  # from the first token to the last
