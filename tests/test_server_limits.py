@@ -27,6 +27,7 @@ from kvboost.server import ServerOptions, make_app
 from kvboost.server.running import Run
 from kvboost.server.tenants import Caller, Namespaces, read_keys
 from kvboost.serving import Job, Piece, Sampling
+from kvboost.serving.job import FinishReason
 from kvboost.serving.scheduler import Scheduler
 from server_run import STORY, address, eventually, exchange, get, head, idle, open_service, post, serving, stories
 
@@ -344,6 +345,33 @@ def test_every_job_of_a_request_is_closed_by_hand() -> None:
         assert sorted(closed) == [0, 1, 2]
 
     asyncio.run(cut())
+
+
+def test_a_client_that_goes_is_told_of() -> None:
+    """Otherwise a request that was begun would have no line in the log."""
+    ended: list[tuple[str, str | None]] = []
+
+    async def says(text: str, reason: FinishReason | None = None) -> AsyncIterator[Piece]:
+        yield Piece(text, finish_reason=reason)
+        await asyncio.sleep(60)
+
+    async def cut(how: str) -> None:
+        run = Run(2, lambda job, piece: ended.append((job.request_id, piece.finish_reason)))
+        run.add(Job(f"{how} done", (1, 2), Sampling(1)), says("a", "eos"))
+        run.add(Job(f"{how} begun", (1, 2), Sampling(1)), says("b"))
+        if how == "stream":
+            pieces = run.pieces()
+            await anext(pieces)
+            await anext(pieces)
+            await pieces.aclose()
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(run.finish(), 0.05)
+
+    for how in ("stream", "whole"):
+        ended.clear()
+        asyncio.run(cut(how))
+        assert sorted(ended) == [(f"{how} begun", "cancelled"), (f"{how} done", "eos")]
 
 
 def test_streams_cut_anywhere_leave_nothing(server: tuple[str, Scheduler]) -> None:

@@ -96,6 +96,9 @@ class Run:
                 else:
                     self._note(index, item)
                     yield index, item
+        except (GeneratorExit, asyncio.CancelledError):  # the client went
+            self._note_unfinished()
+            raise
         finally:
             for task in pumps:
                 task.cancel()
@@ -106,6 +109,11 @@ class Run:
         if piece.finish_reason is not None and self._observe is not None:
             self._observe(self._jobs[index], piece)
         self.answers[index].add(piece)
+
+    def _note_unfinished(self) -> None:
+        for job, answer in zip(self._jobs, self.answers, strict=True):
+            if answer.finish_reason is None and self._observe is not None:
+                self._observe(job, Piece("", finish_reason="cancelled"))
 
     def usage(self) -> dict[str, Any]:
         """Tokens as OpenAI counts them, and as they were reused; of several answers the prompt counts once."""
