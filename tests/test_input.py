@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import VOCABULARY, build
-from kvboost import InputError, KVBoost, ModelError, SettingsError
+from kvboost import InputError, KVBoost, ModelError, SettingsError, enable
 from kvboost.config import resolve, unknown_environment
 from kvboost.hf import declared
 from kvboost.hf.loading import load_model
@@ -30,7 +30,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ([5, -1], "token id -1 is outside"),
     (12, "not int"),
     (["a", "b"], "not list of str"),
-    (b"x", "not bytes"),
+    (b"x", "not bytes$"),
+    ([1, "a"], "not list of int and str"),
     (torch.ones(2, 5, dtype=torch.long), "a tensor prompt holds one sequence"),
     ("text", "need a tokenizer"),
     ([{"role": "user", "content": "x"}], "need a tokenizer"),
@@ -54,12 +55,27 @@ def test_an_empty_document_cannot_be_warmed(stories: Any) -> None:
         KVBoost(*stories).warm(" \n")
 
 
+def test_half_of_a_surrogate_pair_is_no_text(stories: Any) -> None:
+    kv = KVBoost(*stories)
+    for ask in (kv.generate, kv.warm):
+        with pytest.raises(InputError, match="half of a surrogate pair"):
+            ask("Once \ud800 upon")
+
+
+@pytest.mark.parametrize("make", [KVBoost, enable])
+def test_what_is_no_model_is_named(make: Any) -> None:
+    for wrong in (None, "Qwen/Qwen2.5-3B"):
+        with pytest.raises(ModelError, match=f"{wrong!r} is no model; .*from_pretrained"):
+            make(wrong, None)
+
+
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"recompute_strategy": "magic"}, "recompute_strategy .*'magic'.*'epic' or 'guided'"),
     ({"cache_bytes": -1}, "cache_bytes .*-1.*greater than or equal to 0"),
     ({"recompute_head_tokens": -5}, "recompute_head_tokens .*-5"),
     ({"chunk_min_tokens": 500}, "chunk sizes must satisfy"),
-    ({"colour": "red"}, "colour .*Known settings: disable"),
+    ({"colour": "red"}, r"colour \(from flag\) is no setting\. Known settings: disable"),
+    ({"fidelty": "fast"}, r"fidelty \(from flag\) is no setting; did you mean fidelity\?"),
     ({"mode": "sometimes"}, "mode .*'sometimes'"),
 ]
 
@@ -168,6 +184,7 @@ def test_yarn_whose_original_length_was_filled_in_is_reported() -> None:
 def test_an_environment_variable_that_is_no_setting_is_named_with_the_likely_one() -> None:
     told = unknown_environment({"KVBOOST_FIDELTY": "exact", "KVBOOST_FIDELITY": "exact", "HOME": "/"})
     assert told == ["KVBOOST_FIDELTY is no setting; did you mean KVBOOST_FIDELITY?"]
+    assert unknown_environment({"KVBOOST_NOSUCH": "1"}) == ["KVBOOST_NOSUCH is no setting"]
 
 
 def test_messages_that_the_template_cannot_render_are_refused(smollm2_dir: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -262,8 +262,13 @@ def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for every environment variable that looks like a setting and is none; a typo has no effect."""
     known = {env_name(name): None for name in Settings.model_fields}
     given = [key for key in (os.environ if environ is None else environ) if key.startswith(ENV_PREFIX)]
-    near = {key: difflib.get_close_matches(key, known, 1) for key in given if key not in known}
-    return [f"{key} is no setting{f'; did you mean {m[0]}?' if m else ''}" for key, m in near.items()]
+    return [no_setting(key, key.removeprefix(ENV_PREFIX).lower(), env_name) for key in given if key not in known]
+
+
+def no_setting(shown: str, name: str, spell: Callable[[str], str] = str) -> str:
+    """Says that `shown` is no setting, and which one of a name like `name` may be meant, as `spell` writes it."""
+    near = difflib.get_close_matches(name, Settings.model_fields, 1)
+    return f"{shown} is no setting{f'; did you mean {spell(near[0])}?' if near else ''}"
 
 
 def _origins(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -281,8 +286,11 @@ def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings
             raise SettingsError(first["msg"]) from None
         origin = origins.get(name, "flag")
         shown = env_name(name) if origin in ("environment", "file") else name
+        if name not in Settings.model_fields:
+            told = no_setting(f"{shown} (from {origin})", name)
+            known = "" if told.endswith("?") else f". Known settings: {', '.join(Settings.model_fields)}."
+            raise SettingsError(told + known, name) from None
         value = "a secret" if name in SECRETS else repr(first["input"])
-        known = "" if name in Settings.model_fields else f" Known settings: {', '.join(Settings.model_fields)}."
         raise SettingsError(
-            f"setting {shown} (from {origin}) has the invalid value {value}: {first['msg']}.{known}", name
+            f"setting {shown} (from {origin}) has the invalid value {value}: {first['msg']}.", name
         ) from None

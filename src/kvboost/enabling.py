@@ -39,7 +39,7 @@ def enable(model: PreTrainedModel, tokenizer: Any = None, **flags: Any) -> KVBoo
     Sets one attribute of the instance, `generate`; nothing else of the model changes. Enabling an enabled model is a
     no-op that returns its engine. Wrappers that call this model's `generate` use the cache too.
     """
-    current = vars(model).get("generate")
+    current = getattr(model, "__dict__", {}).get("generate")
     if isinstance(current, CachedGenerate):
         return current.engine
     engine = KVBoost(model, tokenizer, **flags)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.config import FIXED, Resolved, Settings, from_environment, merge, refuse_fixed, resolve
+from kvboost.config import FIXED, Resolved, Settings, from_environment, merge, no_setting, refuse_fixed, resolve
 from kvboost.errors import SettingsError
 from kvboost.settings_file import SETTLE_S, SettingsFile, Version
 
@@ -85,7 +85,7 @@ class LiveSettings:
             gone = set(self._admin if names is None else names)
             unknown = min(gone - Settings.model_fields.keys(), default=None)
             if unknown is not None:
-                raise SettingsError(f"{unknown} is no setting", unknown)
+                raise SettingsError(no_setting(unknown, unknown), unknown)
             return self._take(admin={n: v for n, v in self._admin.items() if n not in gone})
 
     def status(self) -> LiveStatus:

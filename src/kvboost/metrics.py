@@ -41,7 +41,7 @@ SOURCES = ("exact", "continued", "moved", "repaired", "fresh")
 RECENT = 500  # requests of which the report is kept, for those who look at single ones
 TIER_ERRORS: Mapping[str, Sequence[str]] = {  # that are told while they are zero: a first one is an increase then
     "memory": ("raised", "encode_failed", "write_failed", "queue_full"),
-    "disk": ("damaged", "missing", "full", "permission", "io", "index"),
+    "disk": ("damaged", "missing", "full", "permission", "busy", "io", "index", "unsupported"),
     "redis": ("timeout", "unreachable", "refused", "damaged", "full", "open"),
 }
 OTHER = "other"

@@ -12,6 +12,7 @@ from kvboost.hf import declared
 from kvboost.hf.compat import PreTrainedModel
 
 _MARK = "\u2063kvboost\u2063"  # stands for the document while a template is rendered
+NEEDED = ("role", "content")  # of a message, by nearly every template
 _FILLER = "The following text may be needed later. Read it with care and remember what it says, word by word. "
 
 
@@ -22,21 +23,26 @@ def encode(prompt: Any, tokenizer: Any, model: PreTrainedModel) -> torch.Tensor:
     them itself. Raises `InputError` if there is nothing to answer, too much of it, or an id is out of range.
     """
     if isinstance(prompt, str):
-        ids = _require(tokenizer)(prompt).input_ids
+        ids = _require(tokenizer)(_utf8(prompt)).input_ids
     elif isinstance(prompt, torch.Tensor):
         if prompt.dim() > 2 or (prompt.dim() == 2 and prompt.shape[0] != 1):
             raise InputError(f"a tensor prompt holds one sequence, [T] or [1, T], not {tuple(prompt.shape)}")
         ids = prompt.reshape(-1).tolist()
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt) and prompt:
-        ids = _tokenize(tokenizer, render(prompt, tokenizer))
+        ids = tokenize(tokenizer, render(prompt, tokenizer))
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(i, int) for i in prompt):
         ids = list(prompt)
     else:
-        given = type(prompt).__name__
-        if isinstance(prompt, Sequence) and prompt:
-            given += f" of {type(prompt[0]).__name__}"
-        raise InputError(f"a prompt is text, a list of token ids, or a list of chat messages, not {given}")
+        raise InputError(f"a prompt is text, a list of token ids, or a list of chat messages, not {_kind(prompt)}")
     return checked(ids, model)
+
+
+def _kind(prompt: Any) -> str:
+    """What was passed for a prompt and is none; of a list of mixed things all kinds."""
+    given = type(prompt).__name__
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and prompt:
+        given += f" of {' and '.join(sorted({type(item).__name__ for item in prompt}))}"
+    return given
 
 
 def render(
@@ -53,7 +59,8 @@ def render(
             list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # templates raise what they like: of the message, or of jinja
-        raise InputError(f"the chat template cannot render these messages: {error}") from error
+        lacking = (f"message {i} has no {key}" for i, m in enumerate(messages) for key in NEEDED if key not in m)
+        raise InputError(f"the chat template cannot render these messages: {next(lacking, error)}") from error
     return text
 
 
@@ -68,10 +75,10 @@ def encode_document(
     if not text.strip():
         raise InputError("there is no text to warm; pass a document with at least one word")
     head = _require(tokenizer)(context).input_ids if context else _default_context(tokenizer)
-    filler = _tokenize(tokenizer, _FILLER)
+    filler = tokenize(tokenizer, _FILLER)
     while len(head) < min_context_tokens:
         head = head + filler
-    return checked(head + _tokenize(tokenizer, text), model)
+    return checked(head + tokenize(tokenizer, text), model)
 
 
 def _default_context(tokenizer: Any) -> list[int]:
@@ -79,14 +86,23 @@ def _default_context(tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
         rendered = render([{"role": "user", "content": _MARK}], tokenizer)
         if _MARK in rendered:
-            return _tokenize(tokenizer, rendered[: rendered.index(_MARK)])
+            return tokenize(tokenizer, rendered[: rendered.index(_MARK)])
     ids: list[int] = tokenizer("").input_ids
     return ids
 
 
-def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = _require(tokenizer)(text, add_special_tokens=False).input_ids
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that holds its special tokens already. Raises `InputError` for what is no text."""
+    ids: list[int] = _require(tokenizer)(_utf8(text), add_special_tokens=False).input_ids
     return ids
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError("the prompt holds half of a surrogate pair, which is no text") from None
+    return text
 
 
 def _require(tokenizer: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvboost.cli.console import make_table, note, out, print_json
-from kvboost.config import Settings
+from kvboost.config import Settings, unknown_environment
 from kvboost.live import LiveSettings
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the settings.")
@@ -26,14 +26,16 @@ def show(
     """List every setting: its value in force and what it does.
 
     Sources, highest first: request, admin API, file (KVBOOST_SETTINGS_FILE), environment (KVBOOST_NAME), flag, default.
-    Environment and file are read at every request, so a running program follows them; what an administrator set, that
-    program alone knows.
+    A running program reads its own environment and the file at every request; what an administrator set, it alone
+    knows.
     """
     live = LiveSettings()
     rows = _rows(live)
     problem = live.status().last_error
     if problem is not None:
         note(f"the settings file {live.status().file} is rejected, nothing of it is shown: {problem}")
+    for mistake in unknown_environment():
+        note(f"warning: {mistake}")
     if as_json:
         print_json(rows)
         return

@@ -100,7 +100,8 @@ def open_store(
     store = _open(where, prefix, create, secret_seal(encrypt=encrypt))
     try:
         if store.stats().errors and not store.stats().entries:
-            raise KVBoostError(f"the cache cannot be used ({_troubles(store)})")
+            silent = "; does a server listen there?" if "unreachable" in store.stats().errors else ""
+            raise KVBoostError(f"the cache cannot be used ({_troubles(store)}){silent}")
         yield store
         if store.stats().errors:
             note(f"trouble: {_troubles(store)}")

@@ -10,6 +10,7 @@ import typer
 
 from kvboost.cli.console import note, step
 from kvboost.errors import InputError
+from kvboost.live import LiveSettings
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost
@@ -31,6 +32,7 @@ def open_engine(model: str | None, dtype: str = "auto", **flags: Any) -> KVBoost
 
     Tells steps and the model's limits on stderr. Raises `ModelError` if the model cannot be had.
     """
+    LiveSettings(flags).resolve()  # a mistake in the settings is told before anything is loaded
     with step("starting torch and transformers") as tell:
         from kvboost.engine import KVBoost
 

@@ -121,7 +121,7 @@ def _load(name: str) -> Any:
 def _facts(trace: Trace) -> str:
     return (
         f"{len(trace.requests):,} requests, {trace.tokens:,} tokens, of which {trace.footprint_tokens:,} in distinct "
-        f"pieces: an endless cache would hit {1 - trace.footprint_tokens / max(1, trace.tokens):.1%} at most."
+        f"pieces: an endless cache of whole pieces would hit {1 - trace.footprint_tokens / max(1, trace.tokens):.1%}."
     )
 
 

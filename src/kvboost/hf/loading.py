@@ -34,6 +34,12 @@ def load_model(name: str | Path, *, dtype: str | torch.dtype = "auto", device: s
     return model.to(device or "cpu").eval(), tokenizer
 
 
+def check_model(model: object) -> None:
+    """Raises `ModelError` for what is no model: a name, as `from_pretrained` takes, or None."""
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"{model!r} is no model; `KVBoost.from_pretrained` loads one by directory or name")
+
+
 def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
     """Raises `ModelError` if the tokenizer can emit ids that the model has no embedding for."""
     rows = model.get_input_embeddings().weight.shape[0]

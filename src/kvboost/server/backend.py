@@ -97,7 +97,7 @@ class Backend:
                 raise bad("the model's chat template does not present tools to the model", "tools")
             text = with_tools
         self._check_length(text)
-        return self._checked(self.kv.tokenizer(_utf8(text), add_special_tokens=False).input_ids)
+        return self._checked(prompts.tokenize(self.kv.tokenizer, text))
 
     def _check_length(self, text: str) -> None:
         """Raises `InputError` for a text that cannot fit, however its tokens are cut: cutting it would take long."""
@@ -210,11 +210,3 @@ def _object(call: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InputError(f"the arguments of the call of {call.name[:SHOWN_CHARS]!r} are no JSON object")
     return arguments
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError("the messages hold half of a surrogate pair, which is no text") from None
-    return text

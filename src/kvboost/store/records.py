@@ -59,7 +59,7 @@ class Seal:
 
     def __init__(self, secret: str = "", *, encrypt: bool = False) -> None:
         if encrypt and not secret:
-            raise SettingsError("records cannot be encrypted without a secret; set hash_secret")
+            raise SettingsError("records cannot be encrypted without a secret; set hash_secret (KVBOOST_HASH_SECRET)")
         if encrypt and not _can_encrypt():
             raise SettingsError("encrypted records need the package cryptography: pip install '.[encrypt]'")
         self._mac_key = _derive(secret, "kvboost record seal v1") if secret else None
