@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.errors import InputError
 from record import rounded
 
 RESAMPLES = 4000
@@ -96,7 +97,10 @@ def by_system(results: Sequence[Result]) -> dict[str, dict[tuple[str, str], Resu
 def report(results: Sequence[Result], ours: str = "guided") -> dict[str, Any]:
     """Prints a table per capture context and per cell; returns all figures."""
     rows = by_system(results)
-    contexts = sorted({r.context for r in results})
+    common = [r for r in results if (r.case, r.context) in next(iter(rows.values()), {})]
+    if not common:
+        raise InputError("no case was measured with all of these systems; report fewer systems, or more files")
+    contexts = sorted({r.context for r in common})
     figures: dict[str, Any] = {}
     for context in [*contexts, "all"]:
         here = {s: [r for r in rs.values() if context in (r.context, "all")] for s, rs in rows.items()}
@@ -108,7 +112,7 @@ def report(results: Sequence[Result], ours: str = "guided") -> dict[str, Any]:
         f"{kind}, {context}": {
             s: spread([r.kl for r in rs.values() if (r.kind, r.context) == (kind, context)]) for s, rs in rows.items()
         }
-        for kind in sorted({r.kind for r in results})
+        for kind in sorted({r.kind for r in common})
         for context in contexts
     }
     return figures

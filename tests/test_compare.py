@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import cells
-from compare import Result, by_system, mcnemar, p95, paired_bootstrap, spread
+from compare import Result, by_system, mcnemar, p95, paired_bootstrap, report, spread
 from gate import COVERAGE, features, fit
+from kvboost.errors import InputError
 from kvboost.repair.gate import WEIGHTS
 
 
@@ -45,6 +47,13 @@ def test_what_was_measured_on_one_case_is_drawn_together() -> None:
     assert once == paired_bootstrap(ours, theirs, np.mean)
     thrice = paired_bootstrap(np.repeat(ours, 3), np.repeat(theirs, 3), np.mean, [n for n in names for _ in range(3)])
     assert thrice == pytest.approx(once), "copies of the same evidence make no interval narrower"
+
+
+def test_a_report_tells_of_no_cell_that_a_system_lacks() -> None:
+    rows = [result("a", "one", 1.0), result("a", "two", 2.0), replace(result("b", "one", 3.0), kind="logs")]
+    assert list(report(rows)["cells"]) == ["code, related"]
+    with pytest.raises(InputError, match="no case was measured with all"):
+        report([rows[1], rows[2]])
 
 
 def test_only_prompts_that_every_system_has_are_compared() -> None:
