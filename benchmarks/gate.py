@@ -75,11 +75,6 @@ def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, f
     }
 
 
-def escalated(r: Result) -> bool:
-    """Whether more than the first budget of its fidelity was computed; for old results, as far as their cost tells."""
-    return r.charged > BUDGETS[r.system][0] + 0.03 if r.escalations is None else r.escalations > 0
-
-
 def measured(results: list[Result], weights: Floats, fidelity: str) -> dict[str, float]:
     """What a fidelity really served, the gate's own escalations and fallbacks included, and its estimates of that."""
     rows = [r for r in results if r.system == fidelity]
@@ -93,7 +88,7 @@ def measured(results: list[Result], weights: Floats, fidelity: str) -> dict[str,
         "p99": float(np.quantile(kl, 0.99)),
         "worst": float(kl.max()),
         "above_bound": float((kl > BOUNDS[fidelity]).mean()),
-        "escalated": float(np.mean([escalated(r) for r in rows])),
+        "escalated": float(np.mean([bool(r.escalations) for r in rows])),
         "prefilled": float(np.mean([not r.moved for r in rows])),
         **curve(rows, weights),
     }
