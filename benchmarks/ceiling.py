@@ -68,16 +68,20 @@ class Oracle:
 
     def score(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
         """What the oracle of this name knows of the moved rows, float32 [n]."""
-        if self.name == "attributed":
-            return self.attribution(assembly, moved)
-        if self.name == "read":
-            return self.information(assembly, moved, self.answer[:, :-1])
-        if self.name == "drafted":
-            return self.information(assembly, moved, self.draft(assembly, moved))
-        deviation = self.deviation(assembly, moved)
-        if self.name == "deviation":
-            return deviation
-        return deviation * glance(assembly, assembly.positions(question(assembly.plan))).mass[moved]
+        match self.name:
+            case "deviation":
+                return self.deviation(assembly, moved)
+            case "attended":
+                seen = glance(assembly, assembly.positions(question(assembly.plan)))
+                return self.deviation(assembly, moved) * seen.mass[moved]
+            case "attributed":
+                return self.attribution(assembly, moved)
+            case "read":
+                return self.information(assembly, moved, self.answer[:, :-1])
+            case "drafted":
+                return self.information(assembly, moved, self.draft(assembly, moved))
+            case _:
+                raise ValueError(f"there is no oracle {self.name!r}; known: {', '.join(ORACLES)}")
 
     def deviation(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
         """Squared distance of stored from true values over the mean squared length of true ones, float32 [n]."""
@@ -90,13 +94,14 @@ class Oracle:
 
     def rows(self, assembly: Assembly, moved: torch.Tensor, done: float) -> tuple[list[torch.Tensor], ...]:
         """Rows before the last segment, per layer keys and then values: stored (`done` 0) to true (1) where moved, true
-        where FRESH; and the errors of the moved ones.
+        where FRESH, all asked for gradients; and the errors of the moved ones.
         """
         cut = assembly.plan.segments[-1].span.start
         keys, values = assembly.layout.per_layer(assembly.payload)
         true = [x[:, :, :cut] for x in (*self.keys, *self.values)]
         error = [t[:, :, moved] - x[:, :, moved] for t, x in zip(true, (*keys, *values), strict=True)]
-        return [t.index_add(2, moved, e, alpha=done - 1) for t, e in zip(true, error, strict=True)], error
+        rows = [t.index_add(2, moved, e, alpha=done - 1) for t, e in zip(true, error, strict=True)]
+        return [r.requires_grad_() for r in rows], error
 
     def attribution(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
         """The part of the KL that each row's error makes, nat per token, float32 [n]."""
@@ -127,9 +132,8 @@ class Oracle:
     def draft(self, assembly: Assembly, moved: torch.Tensor) -> torch.Tensor:
         """The greedy answer over the unrepaired rows, [1, 31]."""
         rows, _ = self.rows(assembly, moved, 0.0)
-        cut = rows[0].shape[2]
-        cache = compat.make_dynamic_cache(rows[: len(rows) // 2], rows[len(rows) // 2 :])
-        ids = [assembly.input_ids[:, cut:]]
+        cache, following = over(assembly, rows)
+        ids = [following]
         with torch.no_grad():
             for _ in range(CONTINUATION - 1):
                 out = compat.forward(assembly.model, cache, input_ids=ids[-1], logits_to_keep=1)
@@ -137,16 +141,17 @@ class Oracle:
         return torch.cat(ids[1:], 1)
 
 
+def over(assembly: Assembly, rows: list[torch.Tensor]) -> tuple[compat.DynamicCache, torch.Tensor]:
+    """A cache of `rows`, as `Oracle.rows` gives them, and the ids of the prompt that follow, [1, n]."""
+    half = len(rows) // 2
+    return compat.make_dynamic_cache(rows[:half], rows[half:]), assembly.input_ids[:, rows[0].shape[2] :]
+
+
 def logits(assembly: Assembly, rows: list[torch.Tensor], answer: torch.Tensor) -> torch.Tensor:
-    """Logits of a teacher-forced answer behind `rows`, which are asked for gradients; float32 [32, V]."""
-    cut, half = rows[0].shape[2], len(rows) // 2
-    for r in rows:
-        r.requires_grad_()
-    cache = compat.make_dynamic_cache(rows[:half], rows[half:])
-    following = torch.cat([assembly.input_ids[:, cut:], answer], 1)
-    found: torch.Tensor = compat.forward(
-        assembly.model, cache, input_ids=following, logits_to_keep=CONTINUATION
-    ).logits[0]
+    """Logits of a teacher-forced answer behind `rows`, float32 [32, V]."""
+    cache, following = over(assembly, rows)
+    ids = torch.cat([following, answer], 1)
+    found: torch.Tensor = compat.forward(assembly.model, cache, input_ids=ids, logits_to_keep=CONTINUATION).logits[0]
     return found
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvboost.cli.console import note, step
+from kvboost.config import from_environment, resolve
 from kvboost.errors import InputError
-from kvboost.live import LiveSettings
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost
@@ -32,7 +32,8 @@ def open_engine(model: str | None, dtype: str = "auto", **flags: Any) -> KVBoost
 
     Tells steps and the model's limits on stderr. Raises `ModelError` if the model cannot be had.
     """
-    LiveSettings(flags).resolve()  # a mistake in the settings is told before anything is loaded
+    if "settings_file" not in {**flags, **from_environment()}:  # a file may overrule what is wrong here
+        resolve(flags)  # a mistake is told before anything is loaded
     with step("starting torch and transformers") as tell:
         from kvboost.engine import KVBoost
 

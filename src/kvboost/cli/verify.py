@@ -107,11 +107,11 @@ def verify(kv: KVBoost, prompt: Any, number: int, continuation_tokens: int, sett
     answer, truth = input_ids.new_tensor([full.token_ids]), torch.cat(full.output.logits).float()
     try:
         ours, report = kv.score(input_ids, answer, **settings)
-        kl, agreement = distance(truth, ours)
-        kv.generate(input_ids, **greedy(kv, 1), **settings)
     except InputError:  # a prompt that is left to transformers is its own truth
-        report = kv.generate(input_ids, **greedy(kv, 1), **settings).report
-        kl, agreement = 0.0, 1.0
+        ours, report = truth, None
+    served = kv.generate(input_ids, **greedy(kv, 1), **settings).report
+    report = report or served
+    kl, agreement = distance(truth, ours)
     return Verdict(
         number,
         report.prompt_tokens,
