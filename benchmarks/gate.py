@@ -1,12 +1,14 @@
 """The gate's curve: what the signs of a repair say about its measured error, and what each fidelity serves.
 
-    kvboost bench gate FIT.jsonl ... --held-out TEST.jsonl ... [--plot docs/gate]
+    kvboost bench gate FIT.jsonl ... --held-out TEST.jsonl ... [--first-tokens TRAFFIC.jsonl ...] [--plot docs/gate]
 
 Reads results of `kvboost bench repair`. On the first files (systems `guided` at 5, 15 and 40 %, which record their
 signs) log(KL) is fitted to the logarithms of the signs by least squares, the intercept is raised to the quantile
 `COVERAGE`, and every prompt is walked up the budgets of each fidelity. On the held-out files (systems `guided`,
 `balanced`, `fast`) it tells how often the shipped estimate is exceeded, and what `balanced` and `fast` really served:
-at which error, how often more than the first budget was computed, how often all. Ends with one JSON line.
+at which error, how often more than the first budget was computed, how often all. With results of `bench buglocal` and
+`bench workloads` it tells the error of all these prompts together, the COLD requests among them left out or not. Ends
+with one JSON line.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from compare import Result
+from compare import Result, spread
 from kvboost.repair.gate import BOUNDS, BUDGETS, FLOOR, INTERCEPT, WEIGHTS
 from repair import recorded
+from serving import Outcome
+from serving import recorded as recorded_requests
 
 COVERAGE = 0.95
 AT_BUDGET = {0.05: "guided 5 %", 0.15: "guided", 0.4: "guided 40 %"}
@@ -64,12 +68,7 @@ def served(results: list[Result], weights: Floats, fidelity: str) -> dict[str, f
         escalations.append(good[0] if good else len(steps))
         prefilled.append(not good)
     return {
-        "prompts": len(kl),
-        "mean": float(np.mean(kl)),
-        "p95": float(np.quantile(kl, 0.95)),
-        "p99": float(np.quantile(kl, 0.99)),
-        "worst": float(np.max(kl)),
-        "above_bound": float(np.mean(np.array(kl) > BOUNDS[fidelity])),
+        **errors(kl, fidelity),
         "escalated": float(np.mean(np.array(escalations) > 0)),
         "prefilled": float(np.mean(prefilled)),
     }
@@ -80,17 +79,31 @@ def measured(results: list[Result], weights: Floats, fidelity: str) -> dict[str,
     rows = [r for r in results if r.system == fidelity]
     if not rows:
         return {}
-    kl = np.array([r.kl for r in rows])
     return {
-        "prompts": len(kl),
-        "mean": float(kl.mean()),
-        "p95": float(np.quantile(kl, 0.95)),
-        "p99": float(np.quantile(kl, 0.99)),
-        "worst": float(kl.max()),
-        "above_bound": float((kl > BOUNDS[fidelity]).mean()),
+        **errors([r.kl for r in rows], fidelity),
         "escalated": float(np.mean([bool(r.escalations) for r in rows])),
         "prefilled": float(np.mean([not r.moved for r in rows])),
         **curve(rows, weights),
+    }
+
+
+def pooled(results: list[Result], requests: list[Outcome], fidelity: str) -> dict[str, dict[str, float]]:
+    """Errors of held-out prompts (32 tokens) and of WARM, then of all requests (first tokens) taken together."""
+    held_out = [r.kl for r in results if r.system == fidelity]
+    served = [r for r in requests if r.system == f"guided, {fidelity}"]
+    return {
+        "warm": errors([*held_out, *(r.kl for r in served if r.warm)], fidelity),
+        "all": errors([*held_out, *(r.kl for r in served)], fidelity),
+    }
+
+
+def errors(kl: list[float], fidelity: str) -> dict[str, float]:
+    """The spread of some errors, and how many are above the bound of a fidelity."""
+    return {
+        "prompts": len(kl),
+        **spread(kl),
+        "p99": float(np.quantile(kl, 0.99)),
+        "above_bound": float(np.mean(np.array(kl) > BOUNDS[fidelity])),
     }
 
 
@@ -108,13 +121,18 @@ def curve(results: list[Result], weights: Floats) -> dict[str, float]:
 def show(found: dict[str, Any], title: str) -> None:
     """Prints what each fidelity serves."""
     exceeded = f"estimate exceeded {found['exceeded']:.1%}, correlation of the logarithms {found['correlation']:.2f}"
-    table = Table(title=f"{title}: {found['results']} results, {exceeded}")
+    show_errors(found["fidelity"], f"{title}: {found['results']} results, {exceeded}")
+
+
+def show_errors(found: dict[str, dict[str, float]], title: str) -> None:
+    """Prints the errors of each fidelity, and how it got there where that is known."""
+    table = Table(title=title)
     columns = ("mean", "p95", "p99", "worst", "above_bound", "escalated", "prefilled")
     for column in ("fidelity", "bound", "prompts", *columns):
         table.add_column(column.replace("_", " "), justify="left" if column == "fidelity" else "right")
-    for name, r in found["fidelity"].items():
+    for name, r in found.items():
         if r:
-            shown = [f"{r[c]:.4f}" if c in columns[:4] else f"{r[c]:.1%}" for c in columns]
+            shown = [f"{r[c]:.4f}" if c in columns[:4] else f"{r[c]:.1%}" for c in columns if c in r]
             table.add_row(name, str(BOUNDS[name]), str(r["prompts"]), *shown)
     Console(width=120, stderr=True).print(table)
 
@@ -145,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fit", type=Path, nargs="+")
     parser.add_argument("--held-out", type=Path, nargs="+", required=True)
+    parser.add_argument("--first-tokens", type=Path, nargs="+", default=[], help="results of traffic, to pool")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     known, unseen = (
@@ -160,10 +179,16 @@ def main() -> None:
     }
     for name, found in curves.items():
         show(found, name)
+    together: dict[str, Any] = {}
+    if arguments.first_tokens:
+        requests = [r for path in arguments.first_tokens for r in recorded_requests(path)]
+        together = {f: pooled(unseen, requests, f) for f in BOUNDS}
+        for mix in ("warm", "all"):
+            show_errors({f: together[f][mix] for f in BOUNDS}, f"held-out prompts and {mix} requests")
     if arguments.plot:
         plot(unseen, shipped, arguments.plot)
     constants = dict(zip(["intercept", *NAMES], np.round(fitted, 3).tolist(), strict=True))
-    print(json.dumps({"benchmark": "gate", "coverage": COVERAGE, "fit": constants, **curves}))
+    print(json.dumps({"benchmark": "gate", "coverage": COVERAGE, "fit": constants, **curves, "pooled": together}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 import eviction
 import fidelity
+import gate
 import gpu_check
 import prefix
 
@@ -95,3 +96,22 @@ def test_a_recorded_run_of_fidelity_is_reported_and_drawn(
     fidelity.main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == lines[1:], "the last run of a file counts"
     assert all((tmp_path / f"drawn.{suffix}").stat().st_size > 1000 for suffix in ("svg", "png"))
+
+
+def test_the_recorded_pool_of_the_gate_is_within_what_is_promised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Path(gate.__file__).parent / "results"
+    models = ("smollm2", "gemma3")
+    calibrated, held_out = ([str(results / f"{part}-{m}.jsonl") for m in models] for part in ("calibrate", "test"))
+    names = ("buglocal-shifted", "buglocal-gemma3", "workloads", "workloads-gemma3")
+    traffic = [str(results / f"{name}.jsonl") for name in names]
+    monkeypatch.setattr(sys, "argv", ["gate", *calibrated, "--held-out", *held_out, "--first-tokens", *traffic])
+    gate.main()
+    pooled = json.loads(capsys.readouterr().out.splitlines()[-1])["pooled"]
+    for mix in ("warm", "all"):
+        assert pooled["balanced"][mix]["mean"] <= 0.02
+        assert pooled["balanced"][mix]["p99"] <= 0.1
+        assert pooled["fast"][mix]["mean"] <= 0.1
+    assert pooled["balanced"]["all"]["prompts"] == pooled["fast"]["all"]["prompts"] >= 1000
+    assert pooled["balanced"]["warm"]["prompts"] < pooled["balanced"]["all"]["prompts"]
