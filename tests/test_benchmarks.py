@@ -113,5 +113,5 @@ def test_the_recorded_pool_of_the_gate_is_within_what_is_promised(
         assert pooled["balanced"][mix]["mean"] <= 0.02
         assert pooled["balanced"][mix]["p99"] <= 0.1
         assert pooled["fast"][mix]["mean"] <= 0.1
-    assert pooled["balanced"]["all"]["prompts"] == pooled["fast"]["all"]["prompts"] >= 1000
-    assert pooled["balanced"]["warm"]["prompts"] < pooled["balanced"]["all"]["prompts"]
+    assert pooled["balanced"]["all"]["prompts"] == pooled["fast"]["all"]["prompts"]
+    assert 1000 <= pooled["balanced"]["warm"]["prompts"] < pooled["balanced"]["all"]["prompts"]
